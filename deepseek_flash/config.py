@@ -1,0 +1,127 @@
+"""User options and environment, validated once into one frozen value. The only reader of os.environ."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepseek_flash.errors import ConfigError, near_miss
+
+ENVIRONMENT: dict[str, str] = {
+    "DEEPSEEK_FLASH_CACHE": "folder for pulled models [~/.cache/deepseek-flash]",
+    "DEEPSEEK_FLASH_KERNELS": "'reference' forces the torch definitions of every op [auto]",
+}
+"""Every environment variable the package reads, with its meaning and [default]. docs/cli.md lists the same."""
+
+LATER: dict[str, str] = {
+    "quantize": "quantised compute",
+    "memory_fraction": "the memory guard",
+    "memory_budget": "the memory guard",
+    "target_itl_ms": "latency-targeted scheduling",
+    "l2_cache_gb": "the host cache tier",
+    "l3_cache_path": "the disk cache tier",
+    "l3_cache_gb": "the disk cache tier",
+    "verify_every": "cache verification",
+    "streaming_timeout_ms": "stream timeouts",
+    "threads": "the native CPU kernels",
+    "expert_offload": "expert offload",
+    "enforce_eager": "CUDA graphs",
+}
+"""Options of the planned surface whose part is not in this version: refused by name, never ignored."""
+
+
+class EngineConfig(BaseModel):
+    """Options of a FlashEngine. Frozen; unknown or impossible values are a ConfigError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    model: str = Field(min_length=1)
+    """Folder, GGUF file, catalogue name, or Hub repo ``org/name[@revision][:file.gguf]``."""
+    device: Literal["auto", "cpu"] = "auto"
+    dtype: Literal["auto", "float32", "fp32"] = "auto"
+    """Compute type. This version computes in fp32."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and answer together [the checkpoint's limit, lowered if the cache cannot hold it]."""
+    max_batch_size: int = Field(default=32, ge=1, le=4096)
+    """Most sequences that run at once; others wait."""
+    prefill_chunk_size: int = Field(default=512, ge=1)
+    """Token budget of one step: decode rows first, the rest is prefill."""
+    block_size: int | None = Field(default=None, ge=1, le=4096)
+    """Tokens of a cache block [16]."""
+    kv_cache_dtype: Literal["auto", "float32", "fp32"] = "auto"
+    """This version caches in fp32."""
+    enable_prefix_caching: bool = True
+    cache_salt: str = ""
+    """Requests share cached prefixes only under the same salt."""
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """Derives the seeds of requests that give none, in submission order [fresh entropy]."""
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> EngineConfig:
+        """Validate; every mistake is a ConfigError that names the option, the value and what is allowed."""
+        known = cls.model_fields
+        for name, value in options.items():
+            if name in LATER:
+                raise ConfigError(
+                    f"{name}={value!r}: this option belongs to {LATER[name]}, which this version does not have; "
+                    f"remove it (docs/limits.md lists what is not there)",
+                    field=name,
+                    value=value,
+                )
+            if name not in known:
+                raise ConfigError(
+                    f"unknown option {name!r}{near_miss(name, [*known, *LATER])}",
+                    field=name,
+                    value=value,
+                    allowed=", ".join(sorted(known)),
+                )
+        if not isinstance(model, (str, os.PathLike)):
+            raise ConfigError(
+                f"model={model!r}: a path, catalogue name or Hub repo is needed", field="model", value=model
+            )
+        for name, value in options.items():
+            if isinstance(value, bool) and name != "enable_prefix_caching":
+                raise ConfigError(f"{name}={value!r}: not a bool", field=name, value=value)
+        try:
+            return cls(model=os.fspath(model), **options)
+        except ValidationError as e:
+            raise _config_error(e, {"model": model, **options}) from None
+
+
+def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
+    first = e.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    value = given.get(name)
+    allowed = first["msg"]
+    hint = ""
+    if first["type"] == "literal_error":
+        expected = str(first.get("ctx", {}).get("expected", ""))
+        hint = near_miss(str(value), [w.strip("' ") for w in expected.replace(" or ", ", ").split(",")])
+        later = {
+            "device": "; CUDA kernels are not in this version",
+            "dtype": "; half-precision compute is not in this version",
+            "kv_cache_dtype": "; half-precision and quantised caches are not in this version",
+        }.get(name, "")
+        hint += later
+    return ConfigError(f"{name}={value!r}: {allowed}{hint}", field=name, value=value, allowed=allowed)
+
+
+def cache_dir() -> Path:
+    """Where pulled models live (DEEPSEEK_FLASH_CACHE)."""
+    return Path(os.environ.get("DEEPSEEK_FLASH_CACHE") or "~/.cache/deepseek-flash").expanduser()
+
+
+def kernels_preference() -> str:
+    """``"reference"`` or ``"auto"`` (DEEPSEEK_FLASH_KERNELS)."""
+    value = os.environ.get("DEEPSEEK_FLASH_KERNELS", "auto").strip().lower() or "auto"
+    if value not in ("auto", "reference"):
+        raise ConfigError(
+            f"DEEPSEEK_FLASH_KERNELS={value!r}: must be 'auto' or 'reference'{near_miss(value, ['auto', 'reference'])}",
+            field="DEEPSEEK_FLASH_KERNELS",
+            value=value,
+            allowed="auto, reference",
+        )
+    return value
