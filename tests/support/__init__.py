@@ -1,0 +1,1 @@
+"""Helpers for tests: tiny checkpoints, tokenizers, scripted parts."""
