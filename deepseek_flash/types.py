@@ -70,7 +70,7 @@ class SamplingParams(BaseModel):
             return ()
         if isinstance(v, str):
             v = (v,)
-        if isinstance(v, (list, tuple)):
+        if isinstance(v, (list, tuple, set, frozenset)):
             if any(isinstance(s, str) and s == "" for s in v):
                 raise ValueError("a stop string cannot be empty")
             return tuple(v)
@@ -224,6 +224,19 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a text is: one natural-log probability a token; None for the first (nothing precedes it)."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Sum of the known log-probabilities."""
+        return sum(p for p in self.logprobs if p is not None)
 
 
 @dataclass(frozen=True, slots=True)
