@@ -1,0 +1,1 @@
+"""Logits to tokens: penalties, filters and reproducible draws, one row at a time."""
