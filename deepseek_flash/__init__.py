@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Delta,
         Message,
         SamplingParams,
+        Score,
         Timings,
         Usage,
     )
@@ -71,7 +72,8 @@ _HOME = {
         "errors",
     ),
     **dict.fromkeys(
-        ("CacheReport", "Choice", "Completion", "Delta", "Message", "SamplingParams", "Timings", "Usage"), "types"
+        ("CacheReport", "Choice", "Completion", "Delta", "Message", "SamplingParams", "Score", "Timings", "Usage"),
+        "types",
     ),
 }
 
@@ -99,6 +101,7 @@ __all__ = [
     "ModelNotFound",
     "RequestError",
     "SamplingParams",
+    "Score",
     "Stream",
     "StreamTimeoutError",
     "Timings",

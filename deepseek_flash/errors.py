@@ -35,6 +35,8 @@ class FlashError(Exception):
 
     partial: Any = None
     """A ``Completion`` with what was produced before the error, when there is one."""
+    results: Any = None
+    """From a list call without ``return_errors``: every input's Completion or error, in order."""
 
 
 class ConfigError(FlashError, ValueError):

@@ -1,0 +1,284 @@
+"""The generation tenant: requests in, steps, deltas out. Everything here runs on the engine thread."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from deepseek_flash.errors import EngineClosed, FlashError, InternalError, MemoryBudgetError
+from deepseek_flash.metrics import Metrics
+from deepseek_flash.runtime.emit import Answer, Rules
+from deepseek_flash.runtime.runner import StepOutput
+from deepseek_flash.runtime.stream import Channel, without_traceback
+from deepseek_flash.sampling.params import ResolvedSampling
+from deepseek_flash.sampling.sampler import SampleRow
+from deepseek_flash.scheduler.plan import StepPlan
+from deepseek_flash.scheduler.scheduler import Scheduler
+from deepseek_flash.scheduler.sequence import Sequence
+from deepseek_flash.text.detokenize import Detokenizer
+from deepseek_flash.types import CacheReport, Completion, Delta, Timings, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request on its way from a caller's thread to the engine thread."""
+
+    id: int
+    tokens: tuple[int, ...]
+    sampling: ResolvedSampling
+    rules: Rules
+    n: int
+    prompt_logprobs: int | None
+    channel: Channel
+    submitted: float
+    """time.perf_counter() at submission."""
+
+
+class StepRunner(Protocol):
+    """What executes a plan (runtime.runner.Runner; a scripted one in tests)."""
+
+    def run(self, plan: StepPlan, rows: Mapping[int, SampleRow]) -> StepOutput: ...
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request being served."""
+
+    request: Request
+    answers: list[Answer]
+    sequences: list[Sequence]
+    began: float | None = None
+    first_token: float | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return all(a.finish_reason is not None for a in self.answers)
+
+
+class GenerationTenant:
+    """Serves requests by continuous batching over one model."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        detokenizer: Callable[[], Detokenizer],
+        metrics: Metrics,
+        release: Callable[[], None],
+        *,
+        salt: bytes = b"",
+        check_every_step: bool = False,
+    ) -> None:
+        self.scheduler, self._runner, self._detokenizer = scheduler, runner, detokenizer
+        self._metrics, self._release, self._salt = metrics, release, salt
+        self._check_every_step = check_every_step
+        self._live: dict[int, _Live] = {}
+        self._by_sequence: dict[int, tuple[_Live, int]] = {}
+        self._sequence_ids = itertools.count()
+        self._broken: FlashError | None = None
+
+    # posted calls
+
+    def add(self, request: Request) -> None:
+        """Begin serving; a request that arrives after a fatal fault or close gets that error."""
+        if self._broken is not None:
+            request.channel.fail(self._broken)
+            return
+        answers = [Answer.begin(i, request.rules, self._detokenizer()) for i in range(request.n)]
+        live = _Live(request, answers, [])
+        self._live[request.id] = live
+        self._metrics.count("requests")
+        for i in range(request.n):
+            seq = Sequence(
+                id=next(self._sequence_ids),
+                tokens=list(request.tokens),
+                prompt_len=len(request.tokens),
+                max_tokens=len(request.tokens) + request.rules.max_new_tokens,
+                salt=self._salt,
+                all_logits=request.prompt_logprobs is not None and i == 0,
+            )
+            live.sequences.append(seq)
+            self._by_sequence[seq.id] = (live, i)
+            self.scheduler.add(seq)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request now; its caller gets the partial Completion. Unknown or ended ids are fine."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self._metrics.count("requests_cancelled")
+        deltas = []
+        for answer, seq in zip(live.answers, live.sequences, strict=True):
+            if answer.finish_reason is None:
+                deltas.append(answer.end("cancelled"))
+                self._abort(seq)
+        for delta in deltas[:-1]:
+            live.request.channel.put(delta)
+        self._complete(live, deltas[-1])
+
+    # Tenant
+
+    def ready(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            self._fatal(InternalError("the scheduler has work but plans no step; please report this"))
+            return
+        try:
+            output = self._runner.run(plan, self._rows(plan))
+            self._commit(plan, output)
+        except Exception as e:  # last line of defence: a fault in a step ends that step's requests only
+            self._fail_step(plan, e)
+        if self._check_every_step and self._broken is None:
+            self._verify()
+
+    def close(self) -> None:
+        self._fatal(EngineClosed("the engine was closed while this request was running"))
+        self._release()
+
+    # inside a step
+
+    def _rows(self, plan: StepPlan) -> dict[int, SampleRow]:
+        now = time.perf_counter()
+        rows = {}
+        for item in plan.items:
+            live, choice = self._by_sequence[item.seq.id]
+            if live.began is None:
+                live.began = now
+            rows[item.seq.id] = SampleRow(
+                live.request.sampling,
+                item.seq.tokens,
+                item.seq.prompt_len,
+                choice,
+                live.request.prompt_logprobs if item.seq.all_logits else None,
+            )
+        return rows
+
+    def _commit(self, plan: StepPlan, output: StepOutput) -> None:
+        for seq_id, positions in output.prompt_logprobs.items():
+            self._by_sequence[seq_id][0].prompt_logprobs.update(positions)
+        tokens = {i: s.token for i, s in output.sampled.items() if not isinstance(s, InternalError)}
+        wanted = {i: t for i, t in tokens.items() if self._by_sequence[i][0].request.rules.max_new_tokens}
+        self.scheduler.commit(plan, wanted)
+        now = time.perf_counter()
+        self._metrics.count("steps")
+        self._metrics.count("tokens_computed", plan.tokens)
+        self._metrics.count("tokens_generated", len(wanted))
+        for seq_id, sampled in output.sampled.items():
+            entry = self._by_sequence.get(seq_id)
+            if entry is None:
+                continue  # another choice of its request failed in this very step
+            live, choice = entry
+            if isinstance(sampled, InternalError):
+                self._fail(live, sampled)
+                continue
+            if live.first_token is None:
+                live.first_token = now
+            answer = live.answers[choice]
+            if seq_id in wanted:
+                delta = answer.push(sampled.token, sampled.logprobs)
+            else:
+                delta = answer.end("length")
+            last = live.finished
+            if delta.finish_reason is not None:
+                self._drop(live.sequences[choice])
+            if last:
+                self._complete(live, final=delta)
+            else:
+                live.request.channel.put(delta)
+
+    def _drop(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        self._by_sequence.pop(seq.id, None)
+
+    # endings
+
+    def _abort(self, seq: Sequence) -> None:
+        if self._by_sequence.pop(seq.id, None) is not None:
+            self.scheduler.abort(seq)
+
+    def _complete(self, live: _Live, final: Delta) -> None:
+        completion = self._completion(live)
+        channel = live.request.channel
+        channel.put(replace(final, usage=completion.usage))
+        del self._live[live.request.id]
+        self._metrics.add_seconds("requests", completion.timings.total)
+        channel.finish(completion)
+
+    def _completion(self, live: _Live) -> Completion:
+        request, now = live.request, time.perf_counter()
+        prompt = len(request.tokens)
+        cached = sum(s.cached_tokens for s in live.sequences[:1])
+        positions = None
+        if request.prompt_logprobs is not None and len(live.prompt_logprobs) == prompt - 1:
+            positions = (None, *(live.prompt_logprobs[i] for i in range(1, prompt)))
+        return Completion.from_choices(
+            tuple(a.choice() for a in live.answers),
+            prompt_token_ids=request.tokens,
+            prompt_logprobs=positions,
+            usage=Usage(prompt, sum(len(a.token_ids) for a in live.answers), cached),
+            timings=Timings(
+                queue=(live.began or now) - request.submitted,
+                first_token=None if live.first_token is None else live.first_token - request.submitted,
+                total=now - request.submitted,
+            ),
+            cache=CacheReport(prompt, cached, prompt - cached, sum(s.preemptions for s in live.sequences)),
+        )
+
+    def _fail(self, live: _Live, error: FlashError) -> None:
+        """End a request with an error that carries its partial result."""
+        if self._live.pop(live.request.id, None) is None:
+            return
+        for seq in live.sequences:
+            self._abort(seq)
+        for answer in live.answers:
+            if answer.finish_reason is None:
+                answer.end("cancelled")
+        error.partial = self._completion(live)
+        self._metrics.count("requests_failed")
+        live.request.channel.fail(without_traceback(error))
+
+    def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
+        lives = {self._by_sequence[i.seq.id][0].request.id: i.seq.id for i in plan.items if i.seq.id in self._by_sequence}
+        for seq_id in lives.values():
+            self._fail(self._by_sequence[seq_id][0], step_error(cause))
+        self._verify()
+
+    def _verify(self) -> None:
+        try:
+            self.scheduler.check()
+        except Exception as e:
+            self._fatal(step_error(e))
+
+    def _fatal(self, error: FlashError) -> None:
+        """End everything: the cache can no longer be trusted, or the engine closes."""
+        if self._broken is None:
+            self._broken = without_traceback(error)
+        for live in list(self._live.values()):
+            self._fail(live, _again(self._broken))
+
+
+def _again(error: FlashError) -> FlashError:
+    """A fresh error of the same kind, so that each request carries its own partial result."""
+    return type(error)(*error.args)
+
+
+def step_error(cause: Exception) -> FlashError:
+    """What a caller sees of a fault inside a step; the traceback travels as text, not as frames."""
+    if isinstance(cause, MemoryError) or "not enough memory" in str(cause) or "out of memory" in str(cause).lower():
+        error: FlashError = MemoryBudgetError(
+            f"the step ran out of memory ({cause}); lower max_batch_size, prefill_chunk_size or max_model_len"
+        )
+    elif isinstance(cause, InternalError):
+        error = InternalError(*cause.args)
+    else:
+        error = InternalError(f"a step failed: {type(cause).__name__}: {cause}")
+    error.add_note("".join(traceback.format_exception(cause)))
+    return error

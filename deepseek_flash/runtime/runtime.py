@@ -1,0 +1,238 @@
+"""Opens a model and owns its parts for as long as it runs: tokenizer, weights, cache, loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepseek_flash.config import EngineConfig, kernels_preference
+from deepseek_flash.errors import ConfigError, FormatError, MemoryBudgetError
+from deepseek_flash.kernels.registry import Kernels, select
+from deepseek_flash.kv.manager import KVManager
+from deepseek_flash.kv.spec import CacheSpec
+from deepseek_flash.kv.store import KVStore
+from deepseek_flash.loading.load import load_model_weights
+from deepseek_flash.loading.locate import locate
+from deepseek_flash.loading.source import TensorSource, open_source
+from deepseek_flash.memory.probe import host_memory
+from deepseek_flash.memory.report import CacheUse, MemoryReport
+from deepseek_flash.metrics import Metrics
+from deepseek_flash.models.base import Model, ModelInfo
+from deepseek_flash.models.registry import resolve
+from deepseek_flash.runtime.generation import GenerationTenant, Request
+from deepseek_flash.runtime.loop import EngineLoop
+from deepseek_flash.runtime.request import Limits, RequestBuilder
+from deepseek_flash.runtime.runner import Runner
+from deepseek_flash.runtime.stream import Stream
+from deepseek_flash.sampling.params import read_generation_config
+from deepseek_flash.sampling.sampler import Sampler
+from deepseek_flash.scheduler.scheduler import Scheduler
+from deepseek_flash.text.template import ChatTemplate
+from deepseek_flash.text.tokenizer import Tokenizer
+
+log = logging.getLogger("deepseek_flash")
+
+DEFAULT_BLOCK_SIZE = 16
+CACHE_SHARE = 0.25
+"""Share of the memory free at opening that the cache may take beyond one full sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How large the cache is and what context it allows. Bytes and tokens."""
+
+    spec: CacheSpec
+    blocks: tuple[int, ...]
+    """Per group."""
+    context: int
+    """Most tokens of one sequence."""
+    bytes: int
+
+
+class FlashRuntime:
+    """Private: everything behind a FlashEngine. Construct with :meth:`open`."""
+
+    def __init__(self, config: EngineConfig, path: Path, *, kv_blocks: int | None, check_every_step: bool) -> None:
+        self.config, self.path = config, path
+        self.metrics = Metrics()
+        with open_source(path) as source:
+            self.info: ModelInfo = resolve(source.config)
+            self.tokenizer = _tokenizer(source, path)
+            generation_config = dict(source.generation_config)
+            read_generation_config(generation_config)
+            self.plan = plan_cache(config, self.info, kv_blocks)
+            self.kernels: Kernels = select("cpu", kernels_preference())
+            self.model: Model = self.info.build(self.kernels)
+            load_model_weights(self.model, self.model.rules, source, torch.float32)
+            self.fingerprint = source.fingerprint()
+            eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
+        self.weight_bytes = self.model.weight_bytes()
+        self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
+        vocabulary = min(self.info.vocab_size, self.tokenizer.vocab_size)
+        self.builder = RequestBuilder(
+            tokenizer=self.tokenizer,
+            template=_template(self.tokenizer),
+            limits=Limits(context=self.plan.context, vocab_size=vocabulary),
+            generation_config=generation_config,
+            eos_ids=eos_ids,
+            seed=config.seed,
+        )
+        manager = KVManager(
+            self.plan.spec,
+            self.plan.blocks,
+            root=self.fingerprint + self.plan.spec.digest(),
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            manager, max_batch_size=config.max_batch_size, token_budget=config.prefill_chunk_size
+        )
+        self.tenant = GenerationTenant(
+            self.scheduler,
+            Runner(self.model, self.store, Sampler(vocabulary), "cpu"),
+            self.tokenizer.incremental,
+            self.metrics,
+            self._release,
+            salt=config.cache_salt.encode(),
+            check_every_step=check_every_step,
+        )
+        self.loop = EngineLoop([self.tenant], name=f"deepseek-flash-{path.name}")
+
+    @classmethod
+    def open(
+        cls, config: EngineConfig, *, kv_blocks: int | None = None, check_every_step: bool = False
+    ) -> FlashRuntime:
+        """Find, check, plan, load; raises before allocating when something cannot work."""
+        return cls(config, locate(config.model), kv_blocks=kv_blocks, check_every_step=check_every_step)
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request; thread-safe."""
+        loop, tenant, number = self.loop, self.tenant, request.id
+        loop.post(lambda: tenant.add(request))
+        return Stream(request.channel, lambda: loop.post_quietly(lambda: tenant.cancel(number)), number)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data about the model, its limits, the kernels in use, and counters."""
+        plan, snapshot = self.plan, self.metrics.snapshot()
+        return {
+            "model": {
+                "path": str(self.path),
+                "architecture": self.info.architecture,
+                "layers": self.info.num_layers,
+                "vocab_size": self.info.vocab_size,
+                "fingerprint": self.fingerprint.hex(),
+                "weight_bytes": self.weight_bytes,
+                "dtype": "float32",
+                "chat_template": self.builder.template is not None,
+            },
+            "limits": {
+                "max_model_len": plan.context,
+                "max_batch_size": self.config.max_batch_size,
+                "prefill_chunk_size": self.config.prefill_chunk_size,
+            },
+            "cache": {
+                "dtype": "float32",
+                "block_size": plan.spec.block_size,
+                "blocks": list(plan.blocks),
+                "bytes": plan.bytes,
+                "prefix_caching": self.config.enable_prefix_caching,
+            },
+            "kernels": self.kernels.describe(),
+            "scheduler": self.scheduler.stats(),
+            "counters": dict(snapshot.counters),
+            "seconds": dict(snapshot.seconds),
+        }
+
+    def memory_report(self) -> MemoryReport:
+        """Measured bytes of weights and cache, and what the process holds."""
+        total, used, cached = self.scheduler.kv.usage()
+        use = CacheUse(pool_bytes=self.store.nbytes, total_blocks=total, used_blocks=used, cached_blocks=cached)
+        return MemoryReport.measure(weights=self.weight_bytes, kv_cache=use)
+
+    def close(self) -> None:
+        """Stop the loop, end what runs, free weights and cache. Idempotent."""
+        self.loop.close()
+
+    def _release(self) -> None:
+        """Give the memory back although somebody may still hold references to these objects."""
+        self.store.close()
+        self.model.release()
+
+
+def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = None) -> CachePlan:
+    """Size the cache: what ``max_batch_size`` full sequences can use, but no more than one full sequence or a
+    quarter of the free memory, whichever is larger. Raises MemoryBudgetError when even that is not there."""
+    longest = config.max_model_len or info.max_position
+    if longest > info.max_position:
+        raise ConfigError(
+            f"max_model_len={longest}: this checkpoint's positions end at {info.max_position}",
+            field="max_model_len",
+            value=longest,
+            allowed=f"2 to {info.max_position}",
+        )
+    spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, "float32")
+    free = host_memory().available
+    share = int(free * CACHE_SHARE)
+    if kv_blocks is None and config.max_model_len is None:
+        # Nobody asked for this length: take the longest context whose cache fits the share.
+        longest = min(longest, max(_tokens_within(spec, share), min(longest, 2048)))
+    need = spec.bytes_for(longest)
+    if need > free:
+        fits = _tokens_within(spec, free // 2)
+        raise MemoryBudgetError(
+            f"a context of {longest} tokens needs {need / 2**30:.2f} GiB of cache, but {free / 2**30:.2f} GiB are free; "
+            f"set max_model_len to {fits} or less",
+            needed=need,
+            available=free,
+            largest_context=fits,
+        )
+    if kv_blocks is not None:
+        blocks = tuple(kv_blocks if g.kind != "state" else config.max_batch_size for g in spec.groups)
+        longest = min(longest, kv_blocks * spec.block_size)
+    else:
+        sequences = max(1, min(config.max_batch_size, share // need))
+        blocks = tuple(sequences * spec.blocks_for(i, longest) for i in range(len(spec.groups)))
+    size = sum(n * g.block_bytes(spec.block_size) for n, g in zip(blocks, spec.groups, strict=True))
+    return CachePlan(spec, blocks, longest, size)
+
+
+def _tokens_within(spec: CacheSpec, room: int) -> int:
+    """Most tokens (whole blocks) of one sequence whose cache fits ``room`` bytes."""
+    low, high = 0, 1
+    while spec.bytes_for(high * spec.block_size) <= room and high < 2**40:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if spec.bytes_for(middle * spec.block_size) <= room else (low, middle)
+    return low * spec.block_size
+
+
+def _tokenizer(source: TensorSource, path: Path) -> Tokenizer:
+    if source.kind == "gguf":
+        return Tokenizer.from_gguf(source.metadata, str(path))
+    return Tokenizer.from_folder(path)
+
+
+def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    return tokenizer.template()
+
+
+def _eos_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """End-of-text ids: generation_config where it speaks, else the model config; and the tokenizer's own."""
+    found = set(tokenizer.eos_ids)
+    for name, said in (
+        ("generation_config.json", generation_config.get("eos_token_id")),
+        ("config.json", config.get("eos_token_id")),
+    ):
+        if said is None:
+            continue
+        ids = said if isinstance(said, list) else [said]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise FormatError(f"{name}: eos_token_id={said!r} is neither an id nor a list of ids", file=name)
+        found.update(ids)
+        break
+    return frozenset(found)

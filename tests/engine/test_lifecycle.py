@@ -1,0 +1,303 @@
+"""Opening, closing, forking, interrupting, exiting."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deepseek_flash import EngineClosed, EngineForked, FlashEngine, ModelNotFound
+from tests.support.checkpoints import tiny_llama
+
+LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+CALLS: dict[str, Any] = {
+    "generate": lambda e: e.generate("x"),
+    "stream": lambda e: e.stream("x"),
+    "chat": lambda e: e.chat([{"role": "user", "content": "x"}]),
+    "submit": lambda e: e.submit("x"),
+    "tokenize": lambda e: e.tokenize("x"),
+    "detokenize": lambda e: e.detokenize([1]),
+    "count_tokens": lambda e: e.count_tokens("x"),
+    "apply_chat_template": lambda e: e.apply_chat_template([{"role": "user", "content": "x"}]),
+    "score": lambda e: e.score("x"),
+    "describe": lambda e: e.describe(),
+    "memory_report": lambda e: e.memory_report(),
+    "enter": lambda e: e.__enter__(),
+}
+
+
+def python(code: str, *args: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *args], capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.fixture(scope="module")
+def closed(tiny: Path) -> FlashEngine:
+    engine = FlashEngine(tiny, max_model_len=64)
+    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_after_close_says_so_at_once(closed: FlashEngine, call: str) -> None:
+    """M01, M02: a clear "closed" error, not a hang and not an odd attribute error."""
+    with pytest.raises(EngineClosed, match="closed; open a new"):
+        CALLS[call](closed)
+
+
+async def test_async_calls_after_close(closed: FlashEngine) -> None:
+    with pytest.raises(EngineClosed):
+        await closed.agenerate("x")
+    with pytest.raises(EngineClosed):
+        await closed.achat([{"role": "user", "content": "x"}])
+
+
+def test_close_is_idempotent_and_ends_what_runs(tiny: Path) -> None:
+    """X05: callers that wait when the engine closes get EngineClosed with their partial answer."""
+    engine = FlashEngine(tiny, max_model_len=512)
+    stream = engine.submit("never finishes", **LONG)
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            stream.result()
+        except EngineClosed as e:
+            errors.append(e)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(0.1)
+    engine.close()
+    engine.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert len(errors) == 1
+    assert errors[0].partial.text is not None  # type: ignore[attr-defined]
+    assert engine.closed
+    assert "closed" in repr(engine)
+
+
+def test_closing_gives_the_memory_back_though_things_are_still_held(tmp_path: Path) -> None:
+    """M01, M02: results, streams, tracebacks, even the engine's own parts are held; the bytes go all the same."""
+    tiny_llama(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8192)
+    process = psutil.Process()
+    with FlashEngine(tmp_path, max_model_len=128) as warm_up:  # first use of torch allocates for good
+        warm_up.generate("x", max_new_tokens=2)
+    gc.collect()
+    before = process.memory_info().rss
+    engine = FlashEngine(tmp_path, max_model_len=1024)
+    results = engine.generate(["a" * 100, "b"], max_new_tokens=4)
+    stream = engine.submit("c", **LONG)
+    held = [engine._runtime.model, engine._runtime.store, engine._runtime.tenant, results, stream]
+    try:
+        engine.generate(prompt_token_ids=[10**9])
+    except ValueError as e:
+        held.append(e.__traceback__)
+    loaded = process.memory_info().rss - before
+    weights = engine.memory_report().weights
+    assert loaded > weights * 0.8
+    engine.close()
+    with pytest.raises(EngineClosed) as closed:
+        stream.result()
+    held.append(closed)
+    left = process.memory_info().rss - before
+    assert left < weights * 0.25, f"{left / 2**20:.0f} MiB of {loaded / 2**20:.0f} stayed"
+    assert len(held) == 7
+
+
+def test_dropping_the_engine_closes_it(tiny: Path) -> None:
+    """Z01: no close(), no with: garbage collection ends the thread."""
+    threads = threading.active_count()
+    engine = FlashEngine(tiny, max_model_len=64)
+    assert threading.active_count() == threads + 1
+    loop, ref = engine._runtime.loop, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert ref() is None
+    assert loop.closed
+    assert threading.active_count() == threads
+
+
+def test_copies_and_pickles(engine: FlashEngine) -> None:
+    """Z03: a copy is the same engine; pickling says why not."""
+    assert copy.copy(engine) is engine
+    assert copy.deepcopy({"llm": engine})["llm"] is engine
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(engine)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_gets_a_clear_error(engine: FlashEngine) -> None:
+    """N03: every call in the child raises at once; the parent goes on; the child exits cleanly."""
+    stream = engine.submit("in the parent", **LONG)
+    pid = os.fork()
+    if pid == 0:  # nothing of pytest may run in the child
+        code = 0
+        for call in CALLS.values():
+            try:
+                call(engine)
+                code = 1
+            except EngineForked:
+                continue
+            except BaseException:
+                code = 2
+        try:
+            stream.result(timeout=5)
+            code = 3
+        except EngineForked:
+            engine.close()
+        os._exit(code)
+    deadline = time.time() + 30
+    while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        assert time.time() < deadline, "the child hangs"
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(done[1]) == 0
+    stream.cancel()
+    assert len(engine.generate("still fine", max_new_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "engine.generate('x', max_new_tokens=2)",
+        "s = engine.submit('x', max_new_tokens=2000, ignore_eos=True)",
+        "it = iter(engine.stream('x', max_new_tokens=2000, ignore_eos=True)); next(it)",
+        "import threading; threading.Thread(target=engine.generate, args=('x',), daemon=True).start()",
+        "import threading; threading.Thread(target=engine.generate, args=('x',)).start()",
+        "engine.cycle = engine",
+        "engine.close()",
+        "import builtins; builtins.keep = engine",
+    ],
+)
+def test_interpreter_exit_never_hangs_or_prints(tiny: Path, ending: str) -> None:
+    """Z01, T02: leave an engine in any state; the process ends silently with status 0."""
+    done = python(
+        f"""
+        import sys
+        from deepseek_flash import FlashEngine
+        engine = FlashEngine(sys.argv[1], max_model_len=1024)
+        {ending}
+        """,
+        str(tiny),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent the POSIX way")
+@pytest.mark.parametrize(
+    "call", ["engine.generate('x', **LONG)", "list(engine.stream('x', **LONG))", "engine.submit('x', **LONG).result()"]
+)
+def test_ctrl_c_interrupts_and_leaves_the_engine_usable(tiny: Path, call: str) -> None:
+    """X03: KeyboardInterrupt comes out at once, the request is gone, the next call works."""
+    done = python(
+        f"""
+        import os, signal, sys, threading, time
+        from deepseek_flash import FlashEngine
+        LONG = dict(max_new_tokens=1000, ignore_eos=True, temperature=0.0)
+        engine = FlashEngine(sys.argv[1], max_model_len=1024)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            while True:
+                {call}
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(len(engine.generate("again", max_new_tokens=3, ignore_eos=True).token_ids))
+        for _ in range(500):
+            if engine.memory_report().kv_cache.used_blocks == 0:
+                print("free")
+                break
+            time.sleep(0.01)
+        """,
+        str(tiny),
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "3", "free"]), done.stderr
+
+
+def test_signal_handlers_and_torch_defaults_stay_as_they_were(tiny: Path) -> None:
+    """N08: importing and opening changes nothing global."""
+    done = python(
+        """
+        import signal, sys, torch, asyncio, multiprocessing
+        def state():
+            return (signal.getsignal(signal.SIGINT), torch.get_default_dtype(), torch.get_num_threads(),
+                    torch.is_grad_enabled(), torch.initial_seed(), asyncio.get_event_loop_policy().__class__,
+                    multiprocessing.get_start_method(allow_none=True), sys.excepthook, torch.is_inference_mode_enabled())
+        torch.manual_seed(123)
+        before = state()
+        from deepseek_flash import FlashEngine
+        with FlashEngine(sys.argv[1], max_model_len=64) as engine:
+            engine.generate("x", max_new_tokens=3, temperature=1.0)
+            inside = torch.rand(1).item()
+        torch.manual_seed(123)
+        print(before == state(), inside == torch.rand(1).item())
+        """,
+        str(tiny),
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_import_order_does_not_matter(tiny: Path) -> None:
+    """N04: torch before or after us."""
+    for order in ("import torch, deepseek_flash", "import deepseek_flash, torch", "import transformers, torch"):
+        done = python(
+            f"""
+            import sys
+            {order}
+            from deepseek_flash import FlashEngine
+            with FlashEngine(sys.argv[1], max_model_len=64) as e:
+                print(e.generate("x", max_new_tokens=3, temperature=0.0, ignore_eos=True).token_ids)
+            """,
+            str(tiny),
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(",") == 2
+
+
+def test_a_failed_opening_leaves_nothing_behind(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ModelNotFound):
+        FlashEngine(tmp_path / "nowhere")
+    tiny_llama(tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as f:
+        f.truncate(1000)
+    with pytest.raises(Exception, match=r"model\.safetensors") as e:
+        FlashEngine(tmp_path)
+    assert type(e.value).__module__ == "deepseek_flash.errors"
+    assert threading.active_count() == threads
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGTERM") or sys.platform == "win32", reason="POSIX signals")
+def test_sigterm_ends_the_process(tiny: Path) -> None:
+    """The engine installs no handlers: a plain kill ends a busy process."""
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom deepseek_flash import FlashEngine\ne = FlashEngine(sys.argv[1], max_model_len=1024)\n"
+            "print('up', flush=True)\nwhile True: e.generate('x', max_new_tokens=900, ignore_eos=True)",
+            str(tiny),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.terminate()
+    assert child.wait(20) == -signal.SIGTERM
+    child.stdout.close()
