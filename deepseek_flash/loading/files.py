@@ -1,0 +1,124 @@
+"""Reading untrusted files: bounded reads at an offset, and JSON with its size and nesting checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from deepseek_flash.errors import FormatError, ModelError, ModelNotFound
+
+JSON_BYTES = 100 << 20
+"""Most bytes of a JSON text that is read; an index of a million tensors is about 100 MB."""
+
+
+class DataFile:
+    """A file read by offset. Plain reads, not a memory map: a file that shrinks while open is an error here, where
+    a map would end the process with SIGBUS. Safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            self._file: BinaryIO = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise ModelNotFound(f"no such file: {path}") from None
+        except OSError as e:
+            raise ModelError(f"cannot open {path}: {e.strerror or e}") from e
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes at ``offset``; FormatError when the file ends before."""
+        if offset < 0 or offset + out.nbytes > self.size:
+            raise self.error(f"{out.nbytes} bytes wanted at offset {offset}, the file has {self.size}", offset=offset)
+        done = 0
+        with self._lock:
+            try:
+                self._file.seek(offset)
+                while done < out.nbytes:
+                    got = self._file.readinto(out[done:])  # type: ignore[attr-defined]
+                    if not got:
+                        break
+                    done += got
+            except ValueError:
+                raise ModelError(f"{self.path} is closed") from None
+            except OSError as e:
+                raise ModelError(f"cannot read {self.path}: {e.strerror or e}") from e
+        if done < out.nbytes:
+            raise self.error(
+                f"the file shrank while it was read: {out.nbytes} bytes wanted at offset {offset}, got {done}",
+                offset=offset,
+            )
+
+    def read(self, offset: int, count: int) -> bytes:
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise self.error(f"{count} bytes wanted at offset {offset}, the file has {self.size}", offset=offset)
+        out = bytearray(count)
+        self.read_into(offset, memoryview(out))
+        return bytes(out)
+
+    def tensor(self, offset: int, count: int) -> torch.Tensor:
+        """uint8 [count], the bytes at ``offset``, in memory of its own."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise self.error(f"{count} bytes wanted at offset {offset}, the file has {self.size}", offset=offset)
+        out = torch.empty(count, dtype=torch.uint8)
+        if count:
+            array: Any = out.numpy()
+            self.read_into(offset, memoryview(array))
+        return out
+
+    def sample(self, offset: int, count: int) -> bytes:
+        """Up to 1 KiB each from the start, middle and end of a range."""
+        if count <= 3072:
+            return self.read(offset, count)
+        middle = offset + count // 2
+        return self.read(offset, 1024) + self.read(middle, 1024) + self.read(offset + count - 1024, 1024)
+
+    def error(self, message: str, *, tensor: str = "", offset: int | None = None) -> FormatError:
+        where = f", tensor {tensor!r}" if tensor else ""
+        return FormatError(f"{self.path}{where}: {message}", file=str(self.path), tensor=tensor, offset=offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def parse_json(data: bytes, what: str, *, unique: bool = False) -> dict[str, Any]:
+    """A JSON object; FormatError naming ``what`` when it is none, nests too deep, or (``unique``) repeats a key."""
+
+    def pairs(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(items)
+        if unique and len(out) != len(items):
+            seen: set[str] = set()
+            twice = next(k for k, _ in items if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+            raise FormatError(f"{what}: the key {twice[:200]!r} occurs twice", file=what)
+        return out
+
+    def constant(text: str) -> Any:
+        # Old configs do hold Infinity; it is no JSON, and a size or scale that is not finite is no use to us.
+        raise ValueError(f"{text} is not a JSON number")
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except RecursionError:
+        raise FormatError(f"{what}: nested too deep", file=what) from None
+    except ValueError as e:  # also UnicodeDecodeError and numbers of thousands of digits
+        raise FormatError(f"{what}: not valid JSON ({str(e)[:200]})", file=what) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: a JSON object is needed, found {type(value).__name__}", file=what)
+    return value
+
+
+def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of at most ``JSON_BYTES``."""
+    file = DataFile(path)
+    try:
+        if file.size > JSON_BYTES:
+            raise file.error(f"{file.size} bytes of JSON; at most {JSON_BYTES} are read")
+        return parse_json(file.read(0, file.size), str(path), unique=unique)
+    finally:
+        file.close()

@@ -1,0 +1,131 @@
+"""Fill a model from a checkpoint, completely: every parameter placed, every tensor used, every shape equal."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from deepseek_flash.errors import CheckpointError
+from deepseek_flash.loading.rules import Rule
+from deepseek_flash.loading.source import TensorSource
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A parameter or buffer, and every place of the model that holds it (more than one when it is tied)."""
+
+    tensor: torch.Tensor
+    places: list[tuple[nn.Module, str]]
+
+    def put(self, value: torch.Tensor) -> None:
+        """Let ``value`` be the tensor everywhere."""
+        is_parameter = isinstance(self.tensor, nn.Parameter)
+        new = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        for module, name in self.places:
+            (module._parameters if is_parameter else module._buffers)[name] = new  # type: ignore[assignment]
+        self.tensor = new
+
+
+def load_model_weights(model: nn.Module, rules: Sequence[Rule], source: TensorSource, dtype: torch.dtype) -> None:
+    """Place the checkpoint's tensors, as ``dtype``, into ``model`` (on the meta device or not).
+
+    Names and shapes are all compared first; CheckpointError lists what is missing, unexpected or mismatched, and
+    then nothing has been allocated. A checkpoint tensor must be used by a rule or match one of the model's
+    ``ignore`` patterns (full matches). Memory: the weights and one tensor. Afterwards every module that has an
+    ``after_load()`` method gets one call, inner modules first.
+    """
+    slots = _slots(model)
+    present = set(source.names())
+    active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
+    _check(model, slots, rules, active, source)
+    for rule in active:
+        _fill(slots[rule.target], rule, source, dtype)
+    done = {r.target for r in active}
+    for rule in rules:
+        slot = slots.get(rule.target)
+        if rule.target not in done and slot is not None:
+            slot.put(torch.zeros(slot.tensor.shape, dtype=dtype))
+    left = [name for name, slot in slots.items() if slot.tensor.is_meta]
+    if left:
+        raise CheckpointError("tensors of the model have neither a rule nor a value", missing=left)
+    for module in reversed(list(model.modules())):
+        hook = getattr(module, "after_load", None)
+        if callable(hook):
+            cast(Callable[[], None], hook)()
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Every parameter and buffer by dotted name; tied names share one slot."""
+    by_identity: dict[int, _Slot] = {}
+    out: dict[str, _Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            slot = by_identity.setdefault(id(tensor), _Slot(tensor, []))
+            slot.places.append((module, name))
+            out[f"{prefix}.{name}" if prefix else name] = slot
+    return out
+
+
+def _check(
+    model: nn.Module, slots: dict[str, _Slot], rules: Sequence[Rule], active: Sequence[Rule], source: TensorSource
+) -> None:
+    """CheckpointError unless rules, model and checkpoint fit together exactly."""
+    names = source.names()
+    present = set(names)
+    missing = [s for r in active for s in r.sources if s not in present]
+    used = {s for r in rules for s in r.sources}
+    patterns = [re.compile(p) for p in cast(Iterable[str], getattr(model, "ignore", ()))]
+    unexpected = [n for n in names if n not in used and not any(p.fullmatch(n) for p in patterns)]
+    mismatched = [m for r in active if present.issuperset(r.sources) for m in _mismatch(slots, r, source)]
+    mismatched += [f"{t} (two rules)" for t, count in Counter(r.target for r in rules).items() if count > 1]
+    targets = {id(slots[r.target]) for r in rules if r.target in slots}
+    persistent = model.state_dict(keep_vars=True).keys()
+    missing += [f"{n} (no rule)" for n in persistent if n in slots and id(slots[n]) not in targets]
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(model).__name__}",
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+        )
+
+
+def _mismatch(slots: dict[str, _Slot], rule: Rule, source: TensorSource) -> list[str]:
+    shapes = [source.shape(s) for s in rule.sources]
+    if rule.target not in slots:
+        return [f"{', '.join(rule.sources)} (the model has no {rule.target})"]
+    want = tuple(slots[rule.target].tensor.shape)
+    if rule.combine == "copy":
+        got = shapes[0]
+        fits = got == want
+    else:
+        got = (sum(s[0] for s in shapes if s), *shapes[0][1:])
+        fits = got == want and all(len(s) == len(want) and s[1:] == want[1:] for s in shapes)
+    given = " + ".join(f"{name} {list(shape)}" for name, shape in zip(rule.sources, shapes, strict=True))
+    return [] if fits else [f"{given} for {rule.target} {list(want)}"]
+
+
+def _fill(slot: _Slot, rule: Rule, source: TensorSource, dtype: torch.dtype) -> None:
+    target = slot.tensor
+    if rule.combine == "copy":
+        value = source.tensor(rule.sources[0])
+        if target.is_meta:
+            slot.put(value.to(dtype).contiguous())  # adopts the tensor when the type is already right
+        else:
+            slot.put(target.detach().to(dtype).copy_(value))
+        return
+    out = torch.empty(target.shape, dtype=dtype) if target.is_meta else target.detach().to(dtype)
+    row = 0
+    for name in rule.sources:
+        part = source.tensor(name)
+        out[row : row + part.shape[0]].copy_(part)
+        row += part.shape[0]
+    slot.put(out)

@@ -1,0 +1,138 @@
+"""One view of every kind of checkpoint: a config, named tensors, nothing in memory until it is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from deepseek_flash.errors import CheckpointError, FormatError, ModelError, ModelNotFound
+from deepseek_flash.loading.files import DataFile
+from deepseek_flash.loading.gguf import MAGIC, GGUFFile
+from deepseek_flash.loading.gguf_config import config_from_gguf, generation_config
+from deepseek_flash.loading.gguf_names import ROPE_FREQS, half_split, interleaved, to_hf
+from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder
+
+
+class TensorSource(Protocol):
+    """An opened checkpoint. Names are those of Hugging Face checkpoints, whatever the file calls them."""
+
+    kind: str
+    """``"safetensors"`` or ``"gguf"``."""
+    config: dict[str, Any]
+    """As config.json, with ``rope_theta`` and ``rope_scaling`` (None or a dict with ``rope_type``)."""
+    generation_config: dict[str, Any]
+    metadata: dict[str, Any]
+    """A GGUF file's key-values; {} for folders."""
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str:
+        """The stored type's name: ``"BF16"``, ``"Q4_K"``, …"""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Float types as stored, quantised ones decoded to fp32; the caller owns the memory."""
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that tell this model from others (config, shapes, samples of every tensor)."""
+
+    def close(self) -> None: ...
+    def __enter__(self) -> TensorSource: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class GGUFSource:
+    """A GGUF file under Hugging Face names. Safe from any thread."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._gguf = GGUFFile(path)
+        try:
+            self.metadata = self._gguf.metadata
+            self.config = config_from_gguf(self._gguf)
+            self.generation_config = generation_config(self.config)
+            self._stored: dict[str, str] = {}
+            for stored in self._gguf.tensors:
+                if stored == ROPE_FREQS:  # it is in the config
+                    continue
+                name = to_hf(stored)
+                if name in self._stored:
+                    raise CheckpointError(f"{path}: {stored!r} and {self._stored[name]!r} are both {name!r}")
+                self._stored[name] = stored
+            self._architecture = str(self.config["model_type"])
+        except BaseException:
+            self._gguf.close()
+            raise
+
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._gguf.tensors[self._stored[name]].shape
+
+    def dtype(self, name: str) -> str:
+        return self._gguf.tensors[self._stored[name]].kind.name
+
+    def tensor(self, name: str) -> torch.Tensor:
+        out = self._gguf.read(self._stored[name])
+        which = interleaved(self._architecture, name)
+        if which is None:
+            return out
+        heads = int(self.config["num_attention_heads" if which == "q" else "num_key_value_heads"])
+        if out.shape[0] % (2 * heads):
+            raise self._gguf.file.error(
+                f"{out.shape[0]} rows are no {heads} heads of even size", tensor=self._stored[name]
+            )
+        return half_split(out, heads)
+
+    def fingerprint(self) -> bytes:
+        return self._gguf.fingerprint()
+
+    def close(self) -> None:
+        self._gguf.close()
+
+    def __enter__(self) -> GGUFSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_source(path: str | os.PathLike[str]) -> TensorSource:
+    """Open a Hugging Face folder or a GGUF file. Reads headers only, and believes nothing unchecked."""
+    where = Path(path)
+    if where.is_dir():
+        return _open_folder(where)
+    if not where.exists():
+        raise ModelNotFound(f"no such file or folder: {where}")
+    if not where.is_file():
+        raise ModelError(f"{where} is neither a file nor a folder")
+    file = DataFile(where)
+    magic = file.read(0, min(4, file.size))
+    file.close()
+    if magic == MAGIC or where.suffix.lower() == ".gguf":
+        return GGUFSource(where)
+    if where.suffix == ".safetensors":
+        raise ModelError(f"{where} is one file of a Hugging Face folder: give the folder, {where.parent}")
+    raise FormatError(
+        f"{where} starts with {magic!r}: it is no GGUF file (a Hugging Face model is given as its folder)",
+        file=str(where),
+        offset=0,
+    )
+
+
+def _open_folder(folder: Path) -> TensorSource:
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) == 1:
+            return GGUFSource(files[0])
+        if files:
+            raise ModelError(f"{folder} holds several GGUF files; give one: {', '.join(f.name for f in files[:20])}")
+    return SafetensorsFolder(folder)
