@@ -1,0 +1,108 @@
+"""``deepseek-flash doctor``: what this machine has, what is used, what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deepseek_flash import __version__
+from deepseek_flash.config import ENVIRONMENT, cache_dir, kernels_preference
+from deepseek_flash.errors import ConfigError
+from deepseek_flash.loading import catalogue
+from deepseek_flash.memory.probe import host_memory
+from deepseek_flash.memory.report import human
+
+OPTIONAL = {
+    "langchain-core": ("langchain_core", "the LangChain classes"),
+    "triton": ("triton", "nothing yet: GPU kernels are not in this version"),
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; 0 also when something optional is missing."""
+    console = Console(highlight=False)
+    _show(console, "Machine", machine())
+    _show(console, "Kernels", kernels())
+    _show(console, "Optional packages", optional())
+    _show(console, "Models", models())
+    _show(console, "Environment", environment())
+    return 0
+
+
+def _show(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    console.print(f"[bold]{title}[/]")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for name, value in rows:
+        table.add_row(Text(name), Text(value, overflow="fold"))
+    console.print(table)
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    """Versions, cores, threads, memory."""
+    import torch
+
+    memory = host_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "deepseek-flash", __version__
+    yield "platform", platform.platform()
+    yield "processor", platform.processor() or platform.machine()
+    yield "python", platform.python_version()
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads on {usable} usable cores"
+    yield "memory", f"{human(memory.available)} free of {human(memory.total)} ({memory.limited_by})"
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield "GPU", f"{cuda} found, not used: CUDA kernels are not in this version" if cuda else "none found (none needed)"
+
+
+def kernels() -> Iterator[tuple[str, str]]:
+    """Which implementation each op got here, and what is lost against the best there is."""
+    from deepseek_flash.kernels.registry import select
+
+    try:
+        chosen = select("cpu", kernels_preference()).describe()
+    except ConfigError as e:
+        yield "not selected", str(e)
+        return
+    by_implementation: dict[str, list[str]] = {}
+    for op, implementation in chosen.items():
+        by_implementation.setdefault(str(implementation), []).append(op)
+    for implementation, ops in sorted(by_implementation.items()):
+        yield implementation, ", ".join(sorted(ops))
+    if set(by_implementation) == {"reference"}:
+        yield "lost", "native CPU kernels are not in this version: torch definitions run, in fp32, several times slower"
+
+
+def optional() -> Iterator[tuple[str, str]]:
+    """Packages that add something when they are there."""
+    for distribution, (module, use) in OPTIONAL.items():
+        try:
+            found = version(distribution) if importlib.util.find_spec(module) else "not installed"
+        except PackageNotFoundError:
+            found = "installed, version unknown"
+        yield distribution, f"{found}; for {use}"
+
+
+def models() -> Iterator[tuple[str, str]]:
+    """The cache folder and what was pulled into it."""
+    yield "cache folder", str(cache_dir())
+    for name in sorted(catalogue.CATALOGUE):
+        path = catalogue.pulled(name)
+        yield name, f"{path} ({human(path.stat().st_size)})" if path else f"not pulled: deepseek-flash pull {name}"
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """Every variable the package reads: value in force, meaning, [default]."""
+    try:
+        preference = kernels_preference()
+    except ConfigError as e:
+        preference = f"wrong ({e})"
+    values = {"DEEPSEEK_FLASH_CACHE": str(cache_dir()), "DEEPSEEK_FLASH_KERNELS": preference}
+    for name, meaning in ENVIRONMENT.items():
+        yield name, f"{values[name]}\n{meaning}"
