@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepseek_flash.kv.blocks import BlockCopy as BlockCopy
 from deepseek_flash.scheduler.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy one block of a group inside the pool (snapshots, restores)."""
-
-    group: int
-    src: int
-    dst: int
 
 
 @dataclass(frozen=True, slots=True)
