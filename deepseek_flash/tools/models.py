@@ -13,7 +13,7 @@ def pull(options: argparse.Namespace) -> int:
     if options.list:
         for name, entry in sorted(catalogue.CATALOGUE.items()):
             path = catalogue.pulled(name)
-            print(f"{name:<16} {entry.description}\n{'':<16} {path or 'not pulled'}")
+            print(f"{name:<16} {entry.about}\n{'':<16} {path or 'not pulled'}")
         return 0
     if not options.name:
         raise ConfigError("pull: which model? `deepseek-flash pull --list` shows the names", field="name")

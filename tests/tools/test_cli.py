@@ -1,0 +1,214 @@
+"""The command line, mostly in process: what it prints, how it fails, what it leaves alone."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepseek_flash import __version__
+from deepseek_flash.config import ENVIRONMENT
+from deepseek_flash.errors import FlashError, ModelNotFound
+from deepseek_flash.tools import cli
+
+COMMANDS = ["pull", "demo", "chat", "generate", "doctor"]
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deepseek_flash.tools.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def raising(monkeypatch, module, function, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(f"deepseek_flash.tools.{module}.{function}", fail)
+
+
+def test_version_and_help(capsys):
+    for arguments, expected in ((["--version"], __version__), (["--help"], "doctor"), (["chat", "--help"], "--seed")):
+        with pytest.raises(SystemExit) as info:
+            cli.main(arguments)
+        assert info.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["dance"], ["demo", "--max-new-tokens", "0"]])
+def test_wrong_use_is_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as info:
+        cli.main(arguments)
+    assert info.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_docs_list_every_command_and_option():
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    subcommands = next(a for a in cli.parser()._actions if isinstance(a.choices, dict)).choices
+    assert list(subcommands) == COMMANDS
+    for name, command in subcommands.items():
+        assert f"| `{name}" in text
+        for action in command._actions:
+            for option in action.option_strings:
+                known = option in ("-h", "--help") or f"`{option}`" in text or f"`{name} {option}`" in text
+                assert known, option
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "no-such-model", "hello"],
+        ["chat", "no-such-model"],
+        ["demo", "no-such-model"],
+        ["pull", "no-such-model"],
+        ["pull"],
+        ["generate", "no-such-model", "hello", "--temperature", "-1"],
+        ["generate", "no-such-model", "hello", "--max-model-len", "0"],
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(arguments, capsys):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("deepseek-flash: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    assert "Traceback" not in captured.err
+
+
+def test_a_pull_of_an_unknown_name_suggests_the_near_one(capsys):
+    assert cli.main(["pull", "smolm2-135m"]) == 2
+    assert "smollm2-135m" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+    raising(monkeypatch, "doctor", "run", KeyboardInterrupt())
+    assert cli.main(["doctor"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_bugs_are_not_hidden(monkeypatch):
+    raising(monkeypatch, "doctor", "run", ZeroDivisionError("a bug of ours"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from deepseek_flash.tools.cli import main; sys.exit(main(['pull', '--list']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_pull_prints_the_path(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("deepseek_flash.loading.catalogue.pull", lambda name: tmp_path / f"{name}.gguf")
+    assert cli.main(["pull", "smollm2-135m"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "smollm2-135m.gguf")
+
+
+def test_pull_list_says_what_is_here(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("DEEPSEEK_FLASH_CACHE", str(tmp_path))
+    assert cli.main(["pull", "--list"]) == 0
+    assert "smollm2-135m" in capsys.readouterr().out
+    monkeypatch.setattr("deepseek_flash.loading.catalogue.pulled", lambda name: None)
+    assert cli.main(["pull", "--list"]) == 0
+    assert "not pulled" in capsys.readouterr().out
+
+
+def test_generate_prints_the_answer_and_nothing_else(tiny, capsys, monkeypatch):
+    from deepseek_flash import FlashEngine
+
+    options = ["--max-new-tokens", "8", "--temperature", "0", "--stop", "@@", "--max-model-len", "64"]
+    assert cli.main(["generate", str(tiny), "Hello there", *options]) == 0
+    out = capsys.readouterr()
+    with FlashEngine(tiny, max_model_len=64) as engine:
+        expected = engine.generate("Hello there", max_new_tokens=8, temperature=0.0, stop="@@").text
+    assert out.out == expected.encode(errors="replace").decode() + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there"))
+    assert cli.main(["generate", str(tiny), "-", *options]) == 0
+    assert capsys.readouterr().out == out.out
+
+
+def test_a_stdout_that_cannot_show_a_character_shows_a_substitute(tiny):
+    done = run(
+        "generate",
+        str(tiny),
+        "é中🙂",
+        "--max-new-tokens",
+        "12",
+        "--seed",
+        "1",
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
+def test_chat_keeps_the_conversation_and_survives_errors(tiny, capsys, monkeypatch):
+    import deepseek_flash
+
+    asked: list[list[dict[str, str]]] = []
+    original = deepseek_flash.FlashEngine.chat
+
+    def spy(self, messages, *args, **kwargs):
+        asked.append([dict(m) for m in messages])
+        if messages[-1]["content"] == "boom":
+            raise FlashError("refused")
+        if messages[-1]["content"] == "stop":
+            raise KeyboardInterrupt
+        return original(self, messages, *args, **kwargs)
+
+    monkeypatch.setattr(deepseek_flash.FlashEngine, "chat", spy)
+    lines = ["one", "boom", "stop", "two", "/what", "/memory", "", "/reset", "three", "/exit", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert cli.main(["chat", str(tiny), "--system", "Be brief.", "--max-new-tokens", "4", "--seed", "3"]) == 0
+    captured = capsys.readouterr()
+    roles = [[m["role"] for m in conversation] for conversation in asked]
+    assert [c[-1]["content"] for c in asked] == ["one", "boom", "stop", "two", "three"]
+    assert roles[3] == ["system", "user", "assistant", "user"]  # "boom" and "stop" are taken back
+    assert roles[4] == ["system", "user"]
+    assert "refused" in captured.err
+    assert "forgotten" in captured.err
+    assert "kv_cache" in captured.out
+
+
+def test_demo_shows_every_part(tiny, capsys):
+    assert cli.main(["demo", str(tiny), "--max-new-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    for part in ("Opening", "Streaming", "6 requests at once", "from cache", "Memory", "kv_cache", "first token after"):
+        assert part in out
+    shared = [int(line.split("prompt tokens, ")[1].split()[0]) for line in out.splitlines() if "not computed" in line]
+    assert shared
+    assert shared[0] > 0
+
+
+def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("DEEPSEEK_FLASH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for part in (__version__, "torch", "threads", "reference", str(tmp_path / "cache"), "smollm2-135m", "lost"):
+        assert part in out
+    for name, meaning in ENVIRONMENT.items():
+        assert name in out
+        assert meaning in out
+
+
+def test_doctor_reports_a_wrong_setting_instead_of_failing(monkeypatch, capsys):
+    monkeypatch.setenv("DEEPSEEK_FLASH_KERNELS", "fastest")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["doctor"]) == 0
+    assert "must be 'auto' or 'reference'" in capsys.readouterr().out
+
+
+def test_the_model_not_found_error_says_how_to_pull(monkeypatch, capsys):
+    monkeypatch.setattr("deepseek_flash.loading.locate.pulled", lambda name: None)
+    assert cli.main(["demo"]) == 2
+    assert "deepseek-flash pull smollm2-135m" in capsys.readouterr().err
+    assert issubclass(ModelNotFound, FileNotFoundError)
