@@ -66,17 +66,17 @@ def kernels() -> Iterator[tuple[str, str]]:
     from deepseek_flash.kernels.registry import select
 
     try:
-        chosen = select("cpu", kernels_preference()).describe()
+        preference = kernels_preference()
+        chosen = select("cpu", preference)
     except ConfigError as e:
         yield "not selected", str(e)
         return
-    by_implementation: dict[str, list[str]] = {}
-    for op, implementation in chosen.items():
-        by_implementation.setdefault(str(implementation), []).append(op)
-    for implementation, ops in sorted(by_implementation.items()):
-        yield implementation, ", ".join(sorted(ops))
-    if set(by_implementation) == {"reference"}:
-        yield "lost", "native CPU kernels are not in this version: torch definitions run, in fp32, several times slower"
+    yield from chosen.describe().items()
+    if preference == "reference":
+        yield "lost", "DEEPSEEK_FLASH_KERNELS=reference forces the definitions: several times slower, same tokens"
+    for op, reason in chosen.why.items():
+        yield "lost", f"{op}: {reason}"
+    yield "not there", "quantised compute, native (compiled) kernels, GPU kernels: docs/limits.md"
 
 
 def optional() -> Iterator[tuple[str, str]]:

@@ -193,8 +193,19 @@ def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for part in (__version__, "torch", "threads", "reference", str(tmp_path / "cache"), "smollm2-135m", "lost"):
+    for part in (
+        __version__,
+        "torch",
+        "threads",
+        "paged_attention",
+        str(tmp_path / "cache"),
+        "smollm2-135m",
+        "not there",
+    ):
         assert part in out
+    monkeypatch.setenv("DEEPSEEK_FLASH_KERNELS", "reference")
+    assert cli.main(["doctor"]) == 0
+    assert "forces the definitions" in capsys.readouterr().out
     for name, meaning in ENVIRONMENT.items():
         assert name in out
         assert meaning in out
