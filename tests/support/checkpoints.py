@@ -166,7 +166,7 @@ def interleave_heads(w: np.ndarray, heads: int) -> np.ndarray:
 def tiny_gguf(folder: Path | str, path: Path | str, quant: str = "F32") -> Path:
     """The folder's model as one GGUF file. ``quant``: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1 (matrices)."""
     import gguf
-    from safetensors.numpy import load_file
+    from safetensors.torch import load_file
 
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -184,7 +184,7 @@ def tiny_gguf(folder: Path | str, path: Path | str, quant: str = "F32") -> Path:
     tensors = {k: v for shard in sorted(folder.glob("*.safetensors")) for k, v in load_file(shard).items()}
     for hf_name, value in tensors.items():
         name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        w = np.ascontiguousarray(value, dtype=np.float32)
+        w = value.float().numpy()
         if arch == "llama" and (".q_proj." in hf_name or ".k_proj." in hf_name):
             key = "num_attention_heads" if ".q_proj." in hf_name else "num_key_value_heads"
             w = interleave_heads(w, config[key])
