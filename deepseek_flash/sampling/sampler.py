@@ -37,6 +37,8 @@ class SampleRow:
     """Tokens of the prompt, the first ones of ``tokens``."""
     choice: int = 0
     """Index of the answer among the ``n`` of its request."""
+    prompt_logprobs: int | None = None
+    """Report the prompt's own tokens and so many likeliest; the sampler leaves it to ``prompt_logprobs``."""
 
     @property
     def produced(self) -> int:
