@@ -1,0 +1,124 @@
+"""Which implementation each op gets, decided once and handed to the layers as a value."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepseek_flash.errors import ConfigError
+from deepseek_flash.kernels.op import Case, Cost, Impl, Op
+from deepseek_flash.kernels.plan import AttentionPlan
+
+__all__ = ["IMPLS", "OPS", "AttentionPlan", "Case", "Cost", "Impl", "Kernels", "Op", "candidates", "op", "select"]
+
+_PACKAGE = "deepseek_flash.kernels"
+
+OPS: dict[str, str] = {
+    "embedding": "ops.embed:EMBEDDING",
+    "pack_linear": "ops.linear:PACK_LINEAR",
+    "linear": "ops.linear:LINEAR",
+    "rms_norm": "ops.norm:RMS_NORM",
+    "add_rms_norm": "ops.norm:ADD_RMS_NORM",
+    "rope": "ops.rope:ROPE",
+    "silu_mul": "ops.mlp:SILU_MUL",
+    "cache_write": "ops.cache:CACHE_WRITE",
+    "rope_and_cache_write": "ops.cache:ROPE_AND_CACHE_WRITE",
+    "paged_attention": "ops.attention:PAGED_ATTENTION",
+}
+"""Every op, by name."""
+
+IMPLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {
+        "embedding": ("cpu.pointwise:EMBEDDING",),
+        "pack_linear": ("cpu.linear:PACK_LINEAR",),
+        "linear": ("cpu.linear:LINEAR", "cpu.linear:BLAS_LINEAR"),
+        "rms_norm": ("cpu.pointwise:RMS_NORM",),
+        "add_rms_norm": ("cpu.pointwise:ADD_RMS_NORM",),
+        "rope": ("cpu.pointwise:ROPE",),
+        "silu_mul": ("cpu.pointwise:SILU_MUL",),
+        "cache_write": ("cpu.paged:CACHE_WRITE",),
+        "rope_and_cache_write": ("cpu.paged:ROPE_AND_CACHE_WRITE",),
+        "paged_attention": ("cpu.attention:PAGED_ATTENTION",),
+    },
+}
+"""Implementations by device and op, best first; the reference comes after them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The ops of one engine. Signatures, shapes and meanings: the references in ``kernels/ops``."""
+
+    device: str
+    chosen: dict[str, Impl]
+    why: dict[str, str]
+    """Op → why it did not get a better implementation."""
+    embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    pack_linear: Callable[[torch.Tensor], torch.Tensor]
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    cache_write: Callable[[torch.Tensor, torch.Tensor, AttentionPlan], None]
+    rope_and_cache_write: Callable[..., torch.Tensor]
+    paged_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+
+    def describe(self) -> dict[str, str]:
+        """Op → name of its implementation, with what there is to know about it."""
+        out = {}
+        for name, impl in self.chosen.items():
+            remarks = "; ".join(r for r in (impl.note, self.why.get(name, "")) if r)
+            out[name] = f"{impl.name} ({remarks})" if remarks else impl.name
+        return out
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+
+
+def op(name: str) -> Op:
+    """The definition of an op."""
+    found: Op = _load(OPS[name])
+    return found
+
+
+def candidates(device: str, name: str) -> list[Impl]:
+    """All implementations of an op for a device, best first, the reference last."""
+    listed = [_load(place) for place in IMPLS.get(device, {}).get(name, ())]
+    return [*listed, Impl(name, "reference", op(name).reference)]
+
+
+def select(device: str, prefer: str = "auto") -> Kernels:
+    """Resolve every op for ``device``; ``prefer="reference"`` takes the definition of each."""
+    if device not in IMPLS:
+        raise ConfigError(
+            f"device={device!r}: there are kernels for {', '.join(IMPLS)}",
+            field="device",
+            value=device,
+            allowed=", ".join(IMPLS),
+        )
+    if prefer not in ("auto", "reference"):
+        raise ConfigError(
+            f"kernels={prefer!r}: must be 'auto' or 'reference'",
+            field="kernels",
+            value=prefer,
+            allowed="auto, reference",
+        )
+    chosen: dict[str, Impl] = {}
+    why: dict[str, str] = {}
+    for name in OPS:
+        options = candidates(device, name)
+        if prefer == "reference":
+            options = options[-1:]
+        for impl in options:
+            reason = impl.unavailable()
+            if reason is None:
+                chosen[name] = impl
+                break
+            why[name] = reason
+    return Kernels(device=device, chosen=chosen, why=why, **{name: impl.fn for name, impl in chosen.items()})

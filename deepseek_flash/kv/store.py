@@ -1,0 +1,98 @@
+"""The bytes of the cache on a device: one block-major pool a group, and typed views of it for the layers."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from deepseek_flash.errors import InternalError, MemoryBudgetError
+from deepseek_flash.kv.spec import CacheSpec
+
+
+class Copy(Protocol):
+    """One block of a group to copy inside the pool."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def src(self) -> int: ...
+    @property
+    def dst(self) -> int: ...
+
+
+class KVStore:
+    """Pools of ``capacity[g]`` blocks for each group of ``spec``.
+
+    A pool's memory is taken as it is first written, and given back by ``close`` even while views are still held
+    somewhere (they must not be used after it). Not thread-safe: only the engine thread touches it.
+    """
+
+    def __init__(self, spec: CacheSpec, capacity: Sequence[int], device: str) -> None:
+        if len(capacity) != len(spec.groups):
+            raise InternalError(f"{len(spec.groups)} cache groups, but capacities {tuple(capacity)}")
+        if device != "cpu":
+            raise InternalError(f"there is no KVStore for device {device!r}")
+        self.spec, self.capacity = spec, tuple(capacity)
+        self.nbytes = sum(n * g.block_bytes(spec.block_size) for n, g in zip(self.capacity, spec.groups, strict=True))
+        """Bytes of all pools, touched or not."""
+        self.pools: list[torch.Tensor] = []
+        """Per group: uint8 [blocks, block_bytes]."""
+        self._maps: list[mmap.mmap] = []
+        self._views: dict[tuple[int, int, str], torch.Tensor] = {}
+        try:
+            for n, g in zip(self.capacity, spec.groups, strict=True):
+                block_bytes = g.block_bytes(spec.block_size)
+                self.pools.append(self._zeros(n * block_bytes).view(n, block_bytes))
+        except (OSError, MemoryError, RuntimeError) as e:  # torch reports a failed allocation as RuntimeError
+            self.close()
+            raise MemoryBudgetError(
+                f"cannot reserve {self.nbytes} bytes of cache ({e}); lower max_model_len or max_batch_size",
+                needed=self.nbytes,
+            ) from e
+        self._views = self._typed_views()
+
+    def view(self, group: int, layer: int, field: str) -> torch.Tensor:
+        """One field of one layer: [blocks, rows_per_block, *row shape], rows contiguous, blocks strided."""
+        return self._views[group, layer, field]
+
+    def apply(self, zero: Iterable[tuple[int, int]] = (), copies: Iterable[Copy] = ()) -> None:
+        """Clear (group, block) pairs, then copy blocks one after the other."""
+        for group, block in zero:
+            self.pools[group][block].zero_()
+        for c in copies:
+            self.pools[c.group][c.dst].copy_(self.pools[c.group][c.src])
+
+    def close(self) -> None:
+        """Give the memory back now. Safe to call twice."""
+        self._views = {}
+        for pages in self._maps:
+            # The mapping itself goes with its last view; its pages go here.
+            pages.madvise(mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE)
+        if not self._maps:
+            for pool in self.pools:
+                pool.untyped_storage().resize_(0)
+        self._maps, self.pools = [], []
+
+    def _zeros(self, n: int) -> torch.Tensor:
+        """uint8 [n] zeros whose pages the system hands out when they are written; torch.zeros writes them all."""
+        if n == 0 or not hasattr(mmap, "MAP_PRIVATE"):
+            return torch.zeros(n, dtype=torch.uint8)
+        pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._maps.append(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def _typed_views(self) -> dict[tuple[int, int, str], torch.Tensor]:
+        size = self.spec.block_size
+        views: dict[tuple[int, int, str], torch.Tensor] = {}
+        for i, g in enumerate(self.spec.groups):
+            blocks, rows = self.capacity[i], g.rows_per_block(size)
+            for f, offset in zip(g.fields, g.field_offsets(size), strict=True):
+                if (i, f.layer, f.name) in views:
+                    raise InternalError(f"cache group {g.name!r} has field {f.name!r} of layer {f.layer} twice")
+                span = self.pools[i][:, offset : offset + f.row_bytes * rows]
+                views[i, f.layer, f.name] = span.view(getattr(torch, f.dtype)).view(blocks, rows, *f.shape)
+        return views

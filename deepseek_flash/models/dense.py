@@ -1,0 +1,215 @@
+"""Dense decoders: Llama (deepseek-llm, deepseek-coder, R1-Distill-Llama), Qwen2 (R1-Distill-Qwen) and Qwen3.
+
+One structure; they differ in biases and in the norm of query and key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from deepseek_flash.kernels.registry import Kernels
+from deepseek_flash.kv.spec import CacheSpec, Field, Group
+from deepseek_flash.kv.store import KVStore
+from deepseek_flash.layers.attention import Attention, AttentionStep
+from deepseek_flash.layers.batch import ForwardBatch
+from deepseek_flash.layers.embed import Embedding
+from deepseek_flash.layers.linear import Linear
+from deepseek_flash.layers.mlp import GatedMLP
+from deepseek_flash.layers.norm import RMSNorm
+from deepseek_flash.layers.rope import Rotary
+from deepseek_flash.loading.rules import Rule
+from deepseek_flash.models.base import ConfigReader, Model, ModelInfo
+from deepseek_flash.models.rope_config import RopeConfig, read_rope
+
+
+@dataclass(frozen=True)
+class DenseInfo(ModelInfo):
+    """A checked dense configuration."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    eps: float
+    rope: RopeConfig
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    def cache_spec(self, block_size: int, dtype: str = "float32") -> CacheSpec:
+        shape = (self.kv_heads, self.head_dim)
+        fields = tuple(Field(name, i, shape, dtype) for i in range(self.num_layers) for name in ("k", "v"))
+        return CacheSpec(block_size, (Group("kv", "rows", fields),))
+
+    def build(self, kernels: Kernels) -> DenseModel:
+        return DenseModel(self, kernels)
+
+
+class DenseLayer(nn.Module):
+    """Attention and feed-forward, each on the normalised residual stream."""
+
+    def __init__(self, info: DenseInfo, kernels: Kernels, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(kernels, info.hidden_size, info.eps)
+        self.attention = Attention(
+            kernels,
+            layer,
+            hidden=info.hidden_size,
+            heads=info.heads,
+            kv_heads=info.kv_heads,
+            head_dim=info.head_dim,
+            qkv_bias=info.qkv_bias,
+            out_bias=info.out_bias,
+            norm_eps=info.eps if info.qk_norm else None,
+        )
+        self.mlp_norm = RMSNorm(kernels, info.hidden_size, info.eps)
+        self.mlp = GatedMLP(kernels, info.hidden_size, info.inner, bias=info.mlp_bias)
+
+    def forward(
+        self, stream: torch.Tensor, update: torch.Tensor | None, step: AttentionStep, store: KVStore
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream and what is still to be added to it, before and after; [T, hidden] each."""
+        x, stream = self.attention_norm(stream, update)
+        x, stream = self.mlp_norm(stream, self.attention(x, step, store))
+        return stream, self.mlp(x)
+
+
+class DenseModel(Model):
+    """The decoder of a DenseInfo."""
+
+    def __init__(self, info: DenseInfo, kernels: Kernels) -> None:
+        super().__init__()
+        self.vocab_size = info.vocab_size
+        self.embed = Embedding(kernels, info.vocab_size, info.hidden_size)
+        self.layers = nn.ModuleList(DenseLayer(info, kernels, i) for i in range(info.num_layers))
+        self.norm = RMSNorm(kernels, info.hidden_size, info.eps)
+        self.head = None if info.tied else Linear(kernels, info.hidden_size, info.vocab_size)
+        self.rotary = Rotary(info.rope.rot, info.rope.theta, info.rope.scaling)
+        self.rules = tuple(_rules(info))
+        # Files of 2023 store the rotary frequencies; some store the tied head too.
+        self.ignore = (r".*rotary_emb\.inv_freq", r"rope_freqs\.weight", *((r"lm_head\.weight",) if info.tied else ()))
+
+    def hidden(self, batch: ForwardBatch, store: KVStore) -> torch.Tensor:
+        step = AttentionStep.of(batch, self.rotary)
+        stream, update = self.embed(batch.token_ids), None
+        for layer in self.layers:
+            stream, update = layer(stream, update, step, store)
+        out: torch.Tensor = self.norm(stream, update)[0]
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embed.logits(hidden) if self.head is None else self.head(hidden)
+        return out
+
+
+def _rules(info: DenseInfo) -> list[Rule]:
+    """Checkpoint names as transformers writes them."""
+    rules = [
+        Rule("embed.weight", ("model.embed_tokens.weight",)),
+        Rule("norm.weight", ("model.norm.weight",)),
+    ]
+    if not info.tied:
+        rules.append(Rule("head.weight", ("lm_head.weight",)))
+    for i in range(info.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        rules += [
+            Rule(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",)),
+            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
+            *_linear(f"{ours}.attention.qkv", [f"{attention}.{x}_proj" for x in "qkv"], info.qkv_bias),
+            *_linear(f"{ours}.attention.out", [f"{attention}.o_proj"], info.out_bias),
+            *_linear(f"{ours}.mlp.gate_up", [f"{mlp}.gate_proj", f"{mlp}.up_proj"], info.mlp_bias),
+            *_linear(f"{ours}.mlp.down", [f"{mlp}.down_proj"], info.mlp_bias),
+        ]
+        if info.qk_norm:
+            rules += [Rule(f"{ours}.attention.{x}_norm", (f"{attention}.{x}_norm.weight",)) for x in "qk"]
+    return rules
+
+
+def _linear(target: str, sources: list[str], bias: bool) -> list[Rule]:
+    """Weight and bias of one Linear made of one or several."""
+    combine: Literal["copy", "cat0"] = "cat0" if len(sources) > 1 else "copy"
+    rules = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), combine)]
+    if bias:
+        # GGUF says that attention has biases, not that the output projection has one too.
+        optional = target.endswith(".out")
+        rules.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), combine, optional))
+    return rules
+
+
+def llama(config: Mapping[str, Any]) -> DenseInfo:
+    """Llama: biases where the config asks for them."""
+    c = ConfigReader(config, "LlamaForCausalLM")
+    bias = c.boolean("attention_bias", False)
+    return _read(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.boolean("mlp_bias", False), qk_norm=False)
+
+
+def qwen2(config: Mapping[str, Any]) -> DenseInfo:
+    """Qwen2: always biases on q, k and v, nowhere else."""
+    return _read(ConfigReader(config, "Qwen2ForCausalLM"), qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
+
+
+def qwen3(config: Mapping[str, Any]) -> DenseInfo:
+    """Qwen3: query and key heads are normalised; biases where the config asks for them."""
+    c = ConfigReader(config, "Qwen3ForCausalLM")
+    bias = c.boolean("attention_bias", False)
+    return _read(c, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
+
+
+def _read(c: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> DenseInfo:
+    c.only("hidden_act", "silu", "swish")
+    c.absent("quantization_config", "unquantised safetensors, or GGUF files")
+    layers = c.integer("num_hidden_layers", high=4096)
+    max_position = c.integer("max_position_embeddings", 2048, low=2)
+    _refuse_windows(c, layers, max_position)
+    hidden = c.integer("hidden_size", high=1 << 20)
+    heads = c.integer("num_attention_heads", high=1 << 14)
+    kv_heads = c.integer("num_key_value_heads", heads, high=1 << 14)
+    if heads % kv_heads:
+        raise c.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    default_dim = 128 if qk_norm else max(hidden // heads, 1)  # transformers' Qwen3Config has its own default
+    if c.config.get("head_dim") is None and not qk_norm and hidden % heads:
+        raise c.error("hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
+    head_dim = c.integer("head_dim", default_dim, low=2, high=1 << 14)
+    return DenseInfo(
+        architecture=c.architecture,
+        num_layers=layers,
+        hidden_size=hidden,
+        vocab_size=c.integer("vocab_size", high=1 << 24),
+        max_position=max_position,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner=c.integer("intermediate_size", high=1 << 22),
+        eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+        rope=read_rope(c, head_dim, max_position),
+        tied=c.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _refuse_windows(c: ConfigReader, layers: int, max_position: int) -> None:
+    """Qwen configs name a window that most do not use; one that would hide tokens is refused."""
+    kinds = c.config.get("layer_types")
+    if isinstance(kinds, list) and any(k != "full_attention" for k in kinds):
+        raise c.unsupported("layer_types", next(k for k in kinds if k != "full_attention"), ["full_attention"])
+    if not c.boolean("use_sliding_window", False) or c.config.get("sliding_window") is None:
+        return
+    window = c.integer("sliding_window")
+    if window < max_position and c.integer("max_window_layers", 0, low=0) < layers:
+        raise c.unsupported("sliding_window", window, ["full attention (use_sliding_window: false)"])

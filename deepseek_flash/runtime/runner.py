@@ -1,0 +1,128 @@
+"""Carries out one StepPlan: batch, forward pass, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_flash.errors import InternalError
+from deepseek_flash.kv.store import KVStore
+from deepseek_flash.layers.batch import ForwardBatch
+from deepseek_flash.models.base import Model
+from deepseek_flash.sampling.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
+from deepseek_flash.scheduler.plan import PlanItem, StepPlan
+
+_LOGITS_BYTES = 32 << 20
+"""Cap on logits held at once (a row more, when a row is larger)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced."""
+
+    sampled: dict[int, Sampled | InternalError]
+    """Sequence id → its next token, for items that sample; an InternalError where the numbers broke."""
+    prompt_logprobs: dict[int, list[tuple[int, dict[int, float]]]] = field(default_factory=dict)
+    """Sequence id → (position of a prompt token, log-probabilities there), for the positions this step reached.
+    After a preemption positions come again, with the same numbers."""
+
+
+class Runner:
+    """Runs steps of one model over one store. Only the engine thread touches it."""
+
+    def __init__(self, model: Model, store: KVStore, sampler: Sampler, device: str) -> None:
+        self.model, self.store, self.sampler = model, store, sampler
+        self.device = torch.device(device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, rows: Mapping[int, SampleRow]) -> StepOutput:
+        """``rows`` has an entry for every sequence that samples or wants all its logits."""
+        self.store.apply(plan.zero, plan.copies)
+        batch = build_batch(plan, self.store, self.device)
+        hidden = self.model.hidden(batch, self.store)
+        self.store.apply((), plan.after)
+        output = StepOutput({})
+        wanted = [item.seq.id for item in plan.items if item.sample]
+        for a, b in self._slices(len(wanted)):
+            logits = self.model.logits(hidden.index_select(0, batch.logits_rows[a:b]))
+            ids = wanted[a:b]
+            results = self.sampler.sample(logits, [rows[i] for i in ids])
+            output.sampled.update(zip(ids, results, strict=True))
+        for item, at in zip(plan.items, batch.cu_q, strict=False):
+            if item.seq.all_logits and item.start + 1 < item.seq.prompt_len:
+                self._score_prompt(item, hidden[at : at + item.count], rows[item.seq.id], output)
+        return output
+
+    def _score_prompt(self, item: PlanItem, hidden: torch.Tensor, row: SampleRow, output: StepOutput) -> None:
+        """Log-probabilities of the prompt tokens that follow this item's tokens."""
+        seq, top = item.seq, row.prompt_logprobs
+        if top is None:
+            return
+        first = item.start + 1
+        following = seq.tokens[first : min(first + item.count, seq.prompt_len)]
+        found: list[tuple[int, dict[int, float]]] = []
+        try:
+            for a, b in self._slices(len(following)):
+                values = prompt_logprobs(self.model.logits(hidden[a:b]), following[a:b], top, self.sampler.vocab_limit)
+                found += [(first + a + i, v) for i, v in enumerate(values)]
+        except InternalError as e:  # this sequence's, not its neighbours'
+            output.sampled[seq.id] = e
+            return
+        output.prompt_logprobs[seq.id] = found
+
+    def _slices(self, count: int) -> Iterator[tuple[int, int]]:
+        """Row ranges whose logits stay under the cap. Bits of a row do not depend on the slice it is in."""
+        step = max(1, _LOGITS_BYTES // (4 * self.model.vocab_size))
+        for a in range(0, count, step):
+            yield a, min(a + step, count)
+
+
+def build_batch(plan: StepPlan, store: KVStore, device: torch.device) -> ForwardBatch:
+    """The plan's tokens as tensors, sequence after sequence in the plan's order."""
+    items = plan.items
+    tokens: list[int] = []
+    positions: list[int] = []
+    ends = [0]
+    for item in items:
+        tokens += item.seq.tokens[item.start : item.start + item.count]
+        positions += range(item.start, item.start + item.count)
+        ends.append(ends[-1] + item.count)
+    if len(tokens) != ends[-1]:
+        raise InternalError(f"the plan wants {ends[-1]} tokens, but its sequences hold {len(tokens)} of them")
+    groups = range(len(store.spec.groups))
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        cu_q=tuple(ends),
+        context_lens=tuple(item.start + item.count for item in items),
+        block_tables=tuple(_table(items, g, device) for g in groups),
+        slots=tuple(_slots(items, g, store, device) for g in groups),
+        logits_rows=torch.tensor(
+            [end - 1 for item, end in zip(items, ends[1:], strict=True) if item.sample],
+            dtype=torch.int64,
+            device=device,
+        ),
+    )
+
+
+def _table(items: tuple[PlanItem, ...], group: int, device: torch.device) -> torch.Tensor:
+    """int64 [S, most blocks]; freed window blocks (-1) and the padding are 0, which nothing reads."""
+    tables = [item.seq.tables[group] for item in items]
+    most = max((len(t) for t in tables), default=0)
+    rows = [t + [0] * (most - len(t)) for t in tables]
+    return torch.tensor(rows, dtype=torch.int64, device=device).clamp_(min=0)
+
+
+def _slots(items: tuple[PlanItem, ...], group: int, store: KVStore, device: torch.device) -> torch.Tensor:
+    """int64 [T], block * block_size + row; empty for groups without one row a token."""
+    g, size = store.spec.groups[group], store.spec.block_size
+    if g.kind == "state" or g.ratio != 1:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    slots = [
+        item.seq.tables[group][at // size] * size + at % size
+        for item in items
+        for at in range(item.start, item.start + item.count)
+    ]
+    return torch.tensor(slots, dtype=torch.int64, device=device)
