@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 STARTED = time.monotonic()
@@ -93,12 +92,10 @@ def _side_by_side(console: Console, engine: Any) -> None:
     ]
     results = [stream.result() for stream in streams]
     seconds = time.monotonic() - begin
-    table = Table("question", "answer", "prompt", "from cache", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for question, done in zip(QUESTIONS, results, strict=True):
-        answer = " ".join(done.text.split())
         usage = done.usage
-        table.add_row(Text(question), Text(answer), str(usage.prompt_tokens), str(usage.cached_tokens))
-    console.print(table)
+        console.print(f"  {question:<32}[dim]{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens shared[/]")
+        console.print(Text(f"    {' '.join(done.text.split())}"))
     prompt = sum(r.usage.prompt_tokens for r in results)
     cached = sum(r.usage.cached_tokens for r in results)
     out = sum(r.usage.completion_tokens for r in results)

@@ -181,7 +181,15 @@ def test_chat_keeps_the_conversation_and_survives_errors(tiny, capsys, monkeypat
 def test_demo_shows_every_part(tiny, capsys):
     assert cli.main(["demo", str(tiny), "--max-new-tokens", "8"]) == 0
     out = capsys.readouterr().out
-    for part in ("Opening", "Streaming", "6 requests at once", "from cache", "Memory", "kv_cache", "first token after"):
+    for part in (
+        "Opening",
+        "Streaming",
+        "6 requests at once",
+        "prompt tokens shared",
+        "Memory",
+        "kv_cache",
+        "first token after",
+    ):
         assert part in out
     shared = [int(line.split("prompt tokens, ")[1].split()[0]) for line in out.splitlines() if "not computed" in line]
     assert shared
