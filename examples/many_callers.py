@@ -1,6 +1,6 @@
 """Many callers, one engine: a list, threads, asyncio. They all run in one continuous batch.
 
-python examples/concurrent.py [MODEL]
+python examples/many_callers.py [MODEL]
 """
 
 import asyncio
