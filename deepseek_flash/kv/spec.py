@@ -101,9 +101,7 @@ class CacheSpec:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes one sequence of so many tokens holds."""
-        return sum(
-            self.blocks_for(i, tokens) * g.block_bytes(self.block_size) for i, g in enumerate(self.groups)
-        )
+        return sum(self.blocks_for(i, tokens) * g.block_bytes(self.block_size) for i, g in enumerate(self.groups))
 
     def digest(self) -> bytes:
         """Identity of the layout, part of every prefix key."""

@@ -235,7 +235,7 @@ class Scheduler:
             return  # whoever is first did not fit, and no block was released since
         kinds = [g.kind for g in self.kv.spec.groups]
         claimed = [sum(c) for c in zip(*map(self.kv.claims, self._running), strict=True)] or [0] * len(kinds)
-        while self._waiting and step.left > 0 and len(self._running) < self.max_batch_size:
+        while self._waiting and len(self._running) < self.max_batch_size:
             seq = self._waiting[0]
             hit = self.kv.match(seq)
             key = self.kv.awaited(seq, hit)
@@ -244,6 +244,8 @@ class Scheduler:
                 self._parked.setdefault(key, []).append(seq)
                 self._parked_on[seq.id] = key
                 continue
+            if step.left <= 0:
+                return
             reserve = len(self._running)
             spare = [c + (reserve if kind == "rows" else 0) for c, kind in zip(claimed, kinds, strict=True)]
             start = self.kv.admit(seq, hit, spare)
@@ -326,6 +328,8 @@ class Scheduler:
         ids = [s.id for s in (*self._waiting, *self._running)] + [i for i, _ in parked]
         if len(ids) != len(self._ids) or set(ids) != self._ids:
             raise InternalError("a sequence is in two queues or in none")
+        if any(s.computed or s.tables for s in self._waiting):
+            raise InternalError("a waiting sequence has computed tokens or blocks")
         if len(self._running) > self.max_batch_size:
             raise InternalError(f"{len(self._running)} sequences run, {self.max_batch_size} may")
         if not self._running and self.kv.usage()[1]:

@@ -82,7 +82,7 @@ class Traffic:
 def test_D07_T05_K03_random_traffic(spec: str, caching: bool) -> None:
     """Isolation (T05), unwritten shared blocks (K03) and equal outputs after preemption (D07), for every kind."""
     hits = preemptions = evictions = 0
-    for seed in range(12):
+    for seed in range(8):
         traffic = Traffic(random.Random(f"{spec} {caching} {seed}"), spec, caching=caching)
         for _ in range(70):
             traffic.rng.choices(
@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=40,
+    max_examples=30,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
