@@ -157,8 +157,8 @@ class FlashEngine:
 
     def _start(self, runtime: FlashRuntime) -> None:
         self._runtime = runtime
-        # Also runs when the engine is garbage collected and at interpreter exit.
         self._finalizer = weakref.finalize(self, runtime.close)
+        self._finalizer.atexit = False  # the loop has its own, quieter, way out
 
     @classmethod
     def _from_runtime(cls, runtime: FlashRuntime) -> FlashEngine:

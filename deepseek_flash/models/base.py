@@ -49,6 +49,19 @@ class Model(nn.Module, ABC):
         return rest + sum(m.weight_bytes() for m in linears)
 
 
+    def release(self) -> None:
+        """Give the weights' memory back although somebody may still hold this object; it cannot run any more."""
+        for module in self.modules():
+            for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                storage = value.untyped_storage()
+                if storage.resizable():  # not so for pages of a mapped file, which go with the reference
+                    storage.resize_(0)
+                setattr(module, name, None)
+            # Packed weights are opaque tensors in plain attributes: dropping the reference frees them.
+            for name, value in [(k, v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)]:
+                setattr(module, name, None)
+
+
 class ModelInfo(ABC):
     """A checked configuration: everything known about a model before its weights are read."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from deepseek_flash.errors import EngineClosed, EngineForked
@@ -30,8 +33,8 @@ class Tenant(Protocol):
 class EngineLoop:
     """One thread per runtime; the only place where scheduler, cache and device are touched.
 
-    The thread is a daemon so that a forgotten engine never keeps a program alive; the owner's finaliser
-    stops and joins it before the interpreter goes down, so no native code runs into shutdown.
+    The thread is a daemon so that a forgotten engine never keeps a program alive; an exit handler stops and
+    joins it before the interpreter goes down, so no native code runs into shutdown.
     """
 
     def __init__(self, tenants: Sequence[Tenant], name: str) -> None:
@@ -39,9 +42,12 @@ class EngineLoop:
         self._cond = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._leaving = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._at_exit = partial(_stop_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     @property
     def closed(self) -> bool:
@@ -54,6 +60,8 @@ class EngineLoop:
                 "this engine was opened in another process and cannot be used after a fork: "
                 "open a FlashEngine in the child, or start children with the 'spawn' method"
             )
+        if self._leaving and threading.current_thread().daemon:
+            threading.Event().wait()  # the interpreter is going down and takes this thread along, in silence
         if self._stopping:
             raise EngineClosed("this engine is closed; open a new FlashEngine")
 
@@ -61,10 +69,11 @@ class EngineLoop:
         """Run ``call`` on the engine thread before its next step. Raises when closed or forked."""
         self.guard()
         with self._cond:
-            if self._stopping:
-                raise EngineClosed("this engine is closed; open a new FlashEngine")
-            self._inbox.append(call)
-            self._cond.notify()
+            if not self._stopping:
+                self._inbox.append(call)
+                self._cond.notify()
+                return
+        self.guard()
 
     def post_quietly(self, call: Callable[[], None]) -> None:
         """Like :meth:`post`, for finalisers: does nothing when closed or forked."""
@@ -83,6 +92,17 @@ class EngineLoop:
         """Stop after the current step, end what is pending, free memory, join. Idempotent."""
         if os.getpid() != self._pid:
             return
+        atexit.unregister(self._at_exit)
+        self._stop(timeout)
+
+    def leave(self) -> None:
+        """Stop because the interpreter exits: daemon threads that still wait are left to die in silence, where
+        an EngineClosed would make each print a traceback."""
+        self._leaving = True
+        if os.getpid() == self._pid:
+            self._stop(None)
+
+    def _stop(self, timeout: float | None) -> None:
         with self._cond:  # a post() that saw the loop open has appended before this line
             self._stopping = True
             self._cond.notify()
@@ -113,7 +133,13 @@ class EngineLoop:
         finally:
             with self._cond:
                 self._stopping = True
-            while self._inbox:  # requests that were posted but never begun must hear of the end too
+            while self._inbox and not self._leaving:  # requests that were posted but never begun must hear of the end too
                 self._inbox.popleft()()
-            for tenant in self._tenants:
+            for tenant in () if self._leaving else self._tenants:
                 tenant.close()
+
+
+def _stop_at_exit(loop: weakref.ref[EngineLoop]) -> None:
+    alive = loop()
+    if alive is not None:
+        alive.leave()

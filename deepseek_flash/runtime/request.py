@@ -35,7 +35,9 @@ class Limits:
     context: int
     """Most tokens of prompt and answer."""
     vocab_size: int
-    """Ids below this exist in the model."""
+    """Ids below this may be sampled: both the model and the tokenizer know them."""
+    prompt_ids: int
+    """Ids below this may stand in a prompt: the model knows them (its table is often padded)."""
 
 
 @dataclass
@@ -70,9 +72,9 @@ class RequestBuilder:
                 )
             tokens.append(int(i))
         for token in tokens:
-            if not 0 <= token < self.limits.vocab_size:
+            if not 0 <= token < self.limits.prompt_ids:
                 raise RequestError(
-                    f"prompt_token_ids: {token} is outside the vocabulary [0, {self.limits.vocab_size})",
+                    f"prompt_token_ids: {token} is outside the vocabulary [0, {self.limits.prompt_ids})",
                     parameter="prompt_token_ids",
                     value=token,
                 )

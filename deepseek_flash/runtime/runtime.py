@@ -19,7 +19,7 @@ from deepseek_flash.kv.store import KVStore
 from deepseek_flash.loading.load import load_model_weights
 from deepseek_flash.loading.locate import locate
 from deepseek_flash.loading.source import TensorSource, open_source
-from deepseek_flash.memory.probe import host_memory
+from deepseek_flash.memory.probe import host_memory, trim_heap
 from deepseek_flash.memory.report import CacheUse, MemoryReport
 from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
@@ -77,7 +77,7 @@ class FlashRuntime:
         self.builder = RequestBuilder(
             tokenizer=self.tokenizer,
             template=_template(self.tokenizer),
-            limits=Limits(context=self.plan.context, vocab_size=vocabulary),
+            limits=Limits(self.plan.context, vocabulary, self.info.vocab_size),
             generation_config=generation_config,
             eos_ids=eos_ids,
             seed=config.seed,
@@ -161,6 +161,7 @@ class FlashRuntime:
         """Give the memory back although somebody may still hold references to these objects."""
         self.store.close()
         self.model.release()
+        trim_heap()
 
 
 def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = None) -> CachePlan:
