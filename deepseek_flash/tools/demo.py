@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-STARTED = time.monotonic()
-"""When this module was imported: stands in for the process start where the system does not tell it."""
+from deepseek_flash.tools import STARTED
 
 QUESTION = "What is the capital of France, and what is it known for?"
 DOCUMENT = (
@@ -68,7 +65,7 @@ def _answer(console: Console, engine: Any, length: int) -> None:
     stream = engine.submit(_conversation(engine, QUESTION), temperature=0.0, max_new_tokens=length)
     first = None
     for delta in stream:
-        first = first or process_age()
+        first = first or time.monotonic() - STARTED
         console.print(Text(delta.text), end="")
     done = stream.result()
     timings, usage = done.timings, done.usage
@@ -77,7 +74,7 @@ def _answer(console: Console, engine: Any, length: int) -> None:
     console.print(
         f"\n[dim]{usage.prompt_tokens} tokens in, {usage.completion_tokens} out ({done.finish_reason}); "
         f"first token after {1000 * (timings.first_token or 0.0):.0f} ms{rate}; "
-        f"{first or 0.0:.2f} s after the process started[/]"
+        f"{first or 0.0:.2f} s after the command started[/]"
     )
 
 
@@ -103,13 +100,3 @@ def _side_by_side(console: Console, engine: Any) -> None:
         f"[dim]{prompt} prompt tokens, {cached} of them shared, not computed; {out} tokens out in {seconds:.2f} s "
         f"({out / seconds:.1f} tokens/s together)[/]"
     )
-
-
-def process_age() -> float:
-    """Seconds since this process started (Linux), or since the command was loaded (elsewhere)."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in clock ticks after boot
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError, ValueError, IndexError):
-        return time.monotonic() - STARTED
