@@ -1,0 +1,105 @@
+"""The bytes of the cache: views, copies, and memory that comes late and goes at once."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_flash.errors import InternalError, MemoryBudgetError
+from deepseek_flash.kv.blocks import BlockCopy
+from deepseek_flash.kv.spec import CacheSpec, Field, Group
+from deepseek_flash.kv.store import KVStore
+
+SPEC = CacheSpec(
+    8,
+    (
+        Group("kv", "rows", tuple(Field(n, i, (2, 5), "float32") for i in range(3) for n in "kv")),
+        Group("slow", "rows", (Field("row", 1, (3,), "float16"), Field("scale", 1, (), "float32")), ratio=4),
+        Group("window", "window", (Field("k", 0, (7,), "bfloat16"),), window=20),
+        Group("state", "state", (Field("pending", 2, (4, 3), "float32"), Field("ids", 2, (3,), "int64"))),
+    ),
+)
+
+
+def test_views_have_the_declared_shapes_and_do_not_overlap() -> None:
+    store = KVStore(SPEC, (5, 4, 3, 2), "cpu")
+    assert store.view(0, 2, "v").shape == (5, 8, 2, 5)
+    assert store.view(1, 1, "row").shape == (4, 2, 3)
+    assert store.view(1, 1, "row").dtype == torch.float16
+    assert store.view(1, 1, "scale").shape == (4, 2)
+    assert store.view(2, 0, "k").shape == (3, 8, 7)
+    assert store.view(3, 2, "ids").shape == (2, 1, 3)
+    fields = [(g, f) for g, group in enumerate(SPEC.groups) for f in group.fields]
+    for i, (g, f) in enumerate(fields, 1):
+        store.view(g, f.layer, f.name).fill_(i)
+    for i, (g, f) in enumerate(fields, 1):
+        assert torch.all(store.view(g, f.layer, f.name) == i)
+
+
+def test_a_block_is_one_run_of_bytes_with_every_field_inside() -> None:
+    store = KVStore(SPEC, (5, 4, 3, 2), "cpu")
+    for field in SPEC.groups[0].fields:
+        store.view(0, field.layer, field.name)[3] = 1.5
+    written = store.pools[0].view(torch.float32)
+    assert torch.count_nonzero(written[3]) == 3 * 2 * 8 * 2 * 5
+    assert torch.count_nonzero(written[[0, 1, 2, 4]]) == 0
+    assert store.nbytes == sum(p.numel() for p in store.pools)
+
+
+def test_zero_comes_before_copies_and_copies_in_order() -> None:
+    store = KVStore(SPEC, (4, 1, 1, 2), "cpu")
+    view = store.view(0, 0, "k")
+    for block in range(4):
+        view[block] = block + 1
+    store.view(3, 2, "pending").fill_(9)
+    store.apply([(0, 0), (3, 1)], [BlockCopy(0, 0, 1), BlockCopy(0, 1, 2), BlockCopy(0, 3, 0)])
+    assert view[:, 0, 0, 0].tolist() == [4, 0, 0, 4]
+    assert store.view(3, 2, "pending")[:, 0, 0, 0].tolist() == [9, 0]
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_memory_is_taken_when_written_and_given_back_on_close() -> None:
+    spec = CacheSpec(16, (Group("kv", "rows", (Field("k", 0, (1024,), "float32"),)),))
+    gc.collect()
+    before = _resident()
+    store = KVStore(spec, (4096,), "cpu")
+    assert store.nbytes == 256 << 20
+    assert _resident() - before < 16 << 20
+    view = store.view(0, 0, "k")
+    view[:2048] = 1
+    assert _resident() - before > 100 << 20
+    store.close()
+    assert _resident() - before < 32 << 20, "a view that somebody still holds must not keep the memory"
+    assert view.shape == (4096, 16, 1024)
+    store.close()
+
+
+def test_torch_memory_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems without private anonymous mappings."""
+    monkeypatch.delattr("mmap.MAP_PRIVATE", raising=False)
+    store = KVStore(SPEC, (4, 1, 1, 2), "cpu")
+    view = store.view(0, 0, "k")
+    assert torch.count_nonzero(view) == 0
+    store.close()
+    assert view.untyped_storage().nbytes() == 0
+
+
+def test_more_than_there_is_is_a_memory_error() -> None:
+    with pytest.raises(MemoryBudgetError, match="lower max_model_len") as e:
+        KVStore(SPEC, (1 << 40, 1, 1, 1), "cpu")
+    assert e.value.needed > 1 << 50
+
+
+def test_misuse_is_an_internal_error() -> None:
+    with pytest.raises(InternalError, match="4 cache groups"):
+        KVStore(SPEC, (1, 2), "cpu")
+    with pytest.raises(InternalError, match="tpu"):
+        KVStore(SPEC, (1, 1, 1, 1), "tpu")
