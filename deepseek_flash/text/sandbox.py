@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_SOURCE = 256 * 1024
 """Characters of a template."""
-MAX_PASSES = 250_000
+MAX_PASSES = 100_000
 """Passes through loop bodies and macros in one rendering."""
 MAX_TEXT = 64 * 1024 * 1024
 """Characters produced in one rendering, intermediate strings included."""
@@ -67,7 +67,8 @@ class Refused(jinja2.TemplateError):
 class Budget:
     """What one rendering has used."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: str = "") -> None:
+        self.kept = kept
         self.passes = 0
         self.text = 0
         self.deadline = time.monotonic() + MAX_SECONDS
@@ -87,9 +88,12 @@ _current: ContextVar[Budget | None] = ContextVar("chat template budget", default
 
 
 @contextmanager
-def budget() -> Iterator[None]:
-    """Bounds everything a template does inside the block, in this thread or task."""
-    token = _current.set(Budget())
+def budget(kept: str = "") -> Iterator[None]:
+    """Bounds everything a template does inside the block, in this thread or task.
+
+    ``kept``: characters that ``tojson`` never writes as escapes.
+    """
+    token = _current.set(Budget(kept))
     try:
         yield
     finally:
@@ -173,7 +177,12 @@ def _to_json(
     _charge(text=_measure(value, MAX_ITEMS))
     if isinstance(indent, int) and indent > 16:
         raise SecurityError(f"tojson cannot indent by {indent}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if not ensure_ascii or text.isascii():
+        return text
+    spent = _current.get()
+    kept = "" if spent is None else spent.kept
+    return "".join(c if c.isascii() or c in kept else json.dumps(c)[1:-1] for c in text)
 
 
 def _check_replace(text: str, old: str, new: str) -> None:

@@ -103,7 +103,7 @@ class ChatTemplate:
     def _run(self, chat: list[Any], variables: dict[str, Any], generate: bool, wall: str, cut: str) -> str:
         template = self._template
         try:
-            with budget():
+            with budget(kept=wall + cut):
                 return template.render(
                     {"bos_token": self.bos, "eos_token": self.eos}
                     | variables
