@@ -230,7 +230,9 @@ class FlashEngine:
         """Complete one prompt piece by piece: ``for delta in engine.stream(…)`` or ``async for``."""
         makers, single = self._raw(prompt, prompt_token_ids, params, sampling)
         if not single:
-            raise RequestError("stream() takes one prompt; use generate() for a list, or submit() each", parameter="prompt")
+            raise RequestError(
+                "stream() takes one prompt; use generate() for a list, or submit() each", parameter="prompt"
+            )
         return makers[0]()
 
     def chat(
@@ -354,9 +356,7 @@ class FlashEngine:
     def _guard(self) -> None:
         self._runtime.loop.guard()
 
-    def _raw(
-        self, prompts: Any, ids: Any, params: Params, sampling: dict[str, Any]
-    ) -> tuple[list[_Maker], bool]:
+    def _raw(self, prompts: Any, ids: Any, params: Params, sampling: dict[str, Any]) -> tuple[list[_Maker], bool]:
         """One function a prompt that validates, tokenises and queues it."""
         self._guard()
         if (prompts is None) == (ids is None):

@@ -83,10 +83,11 @@ class Answer:
         if len(self.token_ids) <= self.rules.min_new_tokens:
             return tail
         out = self.checker.push(tail)
+        if self.checker.matched is None:
+            out += self.checker.finish()
         if self.checker.matched is not None:
             self.finish_reason, self.stop_reason = "stop", self.checker.matched
-            return out
-        return out + self.checker.finish()
+        return out
 
     def _delta(self, piece: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None) -> Delta:
         if piece:

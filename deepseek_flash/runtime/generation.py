@@ -246,7 +246,9 @@ class GenerationTenant:
         live.request.channel.fail(without_traceback(error))
 
     def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
-        lives = {self._by_sequence[i.seq.id][0].request.id: i.seq.id for i in plan.items if i.seq.id in self._by_sequence}
+        lives = {
+            self._by_sequence[i.seq.id][0].request.id: i.seq.id for i in plan.items if i.seq.id in self._by_sequence
+        }
         for seq_id in lives.values():
             self._fail(self._by_sequence[seq_id][0], step_error(cause))
         self._verify()

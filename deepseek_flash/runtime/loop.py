@@ -133,7 +133,9 @@ class EngineLoop:
         finally:
             with self._cond:
                 self._stopping = True
-            while self._inbox and not self._leaving:  # requests that were posted but never begun must hear of the end too
+            while (
+                self._inbox and not self._leaving
+            ):  # requests that were posted but never begun must hear of the end too
                 self._inbox.popleft()()
             for tenant in () if self._leaving else self._tenants:
                 tenant.close()

@@ -57,7 +57,9 @@ def test_cells_in_a_real_kernel(tiny: Path) -> None:
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbclient.NotebookClient(book, timeout=60, kernel_name="python3").execute()
-    outputs = ["".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in c.outputs) for c in book.cells]
+    outputs = [
+        "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in c.outputs) for c in book.cells
+    ]
     assert outputs[1] == outputs[2] != ""
     assert outputs[3] == "'length'"
     assert outputs[4].strip() == "EngineClosed"
@@ -73,6 +75,9 @@ def test_logging_is_quiet_by_default(tiny: Path) -> None:
             e.chat([{"role": "user", "content": "x"}], max_new_tokens=3)
     """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(tiny)], capture_output=True, text=True, timeout=90
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(tiny)],
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
