@@ -64,8 +64,8 @@ def _each(params: Params, sampling: dict[str, Any], count: int) -> list[Sampling
     for name, value in sampling.items():
         if name in LATER_ARGUMENTS:
             raise RequestError(
-                f"{name}={value!r}: this argument belongs to {LATER_ARGUMENTS[name]}, which this version does not have; "
-                "remove it (docs/limits.md lists what is not there)",
+                f"{name}={value!r}: this argument belongs to {LATER_ARGUMENTS[name]}, which this version does not "
+                "have; remove it (docs/limits.md lists what is not there)",
                 parameter=name,
                 value=value,
             )

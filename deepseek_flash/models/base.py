@@ -58,7 +58,7 @@ class Model(nn.Module, ABC):
                     storage.resize_(0)
                 setattr(module, name, None)
             # Packed weights are opaque tensors in plain attributes: dropping the reference frees them.
-            for name, value in [(k, v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)]:
+            for name in [k for k, v in vars(module).items() if isinstance(v, torch.Tensor)]:
                 setattr(module, name, None)
 
 

@@ -185,8 +185,8 @@ def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = No
     if need > free:
         fits = _tokens_within(spec, free // 2)
         raise MemoryBudgetError(
-            f"a context of {longest} tokens needs {need / 2**30:.2f} GiB of cache, but {free / 2**30:.2f} GiB are free; "
-            f"set max_model_len to {fits} or less",
+            f"a context of {longest} tokens needs {need / 2**30:.2f} GiB of cache, but {free / 2**30:.2f} GiB are "
+            f"free; set max_model_len to {fits} or less",
             needed=need,
             available=free,
             largest_context=fits,

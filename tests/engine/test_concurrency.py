@@ -70,8 +70,7 @@ def test_running_requests_keep_producing_during_a_long_prefill(tiny: Path) -> No
         reader = engine.submit("r" * 640, temperature=0.0, max_new_tokens=1)
         waiter = threading.Thread(target=lambda: (reader.result(), order.append("long prompt read")))
         waiter.start()
-        for _ in iterator:
-            order.append("token")
+        order.extend("token" for _ in iterator)
         waiter.join()
         between = order[: order.index("long prompt read")]
     assert between.count("token") >= 10

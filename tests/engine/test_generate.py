@@ -103,7 +103,7 @@ def test_one_bad_prompt_never_sinks_the_others(engine: FlashEngine) -> None:
 def test_too_long_a_prompt_is_refused_with_the_numbers(engine: FlashEngine) -> None:
     """A01: tokens and limit are in the message and on the error."""
     ids = [7] * 513
-    with pytest.raises(ContextLengthError, match="513 tokens.*512") as e:
+    with pytest.raises(ContextLengthError, match=r"513 tokens.*512") as e:
         engine.generate(prompt_token_ids=ids, **GREEDY)
     assert (e.value.tokens, e.value.limit) == (513, 512)
 

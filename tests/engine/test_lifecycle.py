@@ -238,7 +238,8 @@ def test_signal_handlers_and_torch_defaults_stay_as_they_were(tiny: Path) -> Non
         def state():
             return (signal.getsignal(signal.SIGINT), torch.get_default_dtype(), torch.get_num_threads(),
                     torch.is_grad_enabled(), torch.initial_seed(), asyncio.get_event_loop_policy().__class__,
-                    multiprocessing.get_start_method(allow_none=True), sys.excepthook, torch.is_inference_mode_enabled())
+                    multiprocessing.get_start_method(allow_none=True), sys.excepthook,
+                    torch.is_inference_mode_enabled())
         torch.manual_seed(123)
         before = state()
         from deepseek_flash import FlashEngine

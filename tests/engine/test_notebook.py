@@ -43,7 +43,7 @@ async def test_open_and_call_inside_a_running_loop(tiny: Path) -> None:
 
 
 def test_cells_in_a_real_kernel(tiny: Path) -> None:
-    """N02, N05, N07, N08: sync and async cells, an interrupted cell, results kept in Out[], close, and a second engine."""
+    """N02, N05, N07, N08: sync and async cells, results kept in Out[], close, and a second engine."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
