@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,14 +16,37 @@ from deepseek_flash.errors import FormatError, ModelError, ModelNotFound
 
 JSON_BYTES = 100 << 20
 """Most bytes of a JSON text that is read; an index of a million tensors is about 100 MB."""
+SCRATCH_BYTES = 4 << 20
+"""Most bytes of a tensor in their stored form at a time, when they are converted while they are read."""
+
+
+class Scratch:
+    """One reused buffer for the bytes being converted, for all files of a checkpoint. Safe from any thread.
+
+    A fresh one for each tensor often leaves a hole in the heap (glibc seldom reuses one for aligned memory), which
+    for bf16 files adds up to half the weights again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[torch.Tensor]:
+        """uint8 [count] until the block ends."""
+        with self._lock:
+            if self._buffer.numel() < count:
+                self._buffer = torch.empty(max(count, SCRATCH_BYTES), dtype=torch.uint8)
+            yield self._buffer[:count]
 
 
 class DataFile:
     """A file read by offset. Plain reads, not a memory map: a file that shrinks while open is an error here, where
     a map would end the process with SIGBUS. Safe from any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, scratch: Scratch | None = None) -> None:
         self.path = path
+        self._scratch = scratch or Scratch()
         self._lock = threading.Lock()
         try:
             self._file: BinaryIO = path.open("rb", buffering=0)
@@ -62,15 +86,29 @@ class DataFile:
         self.read_into(offset, memoryview(out))
         return bytes(out)
 
-    def tensor(self, offset: int, count: int) -> torch.Tensor:
-        """uint8 [count], the bytes at ``offset``, in memory of its own."""
-        if offset < 0 or count < 0 or offset + count > self.size:
-            raise self.error(f"{count} bytes wanted at offset {offset}, the file has {self.size}", offset=offset)
-        out = torch.empty(count, dtype=torch.uint8)
-        if count:
+    def floats_into(self, offset: int, stored: torch.dtype, out: torch.Tensor) -> None:
+        """Fill the contiguous ``out`` with as many ``stored`` numbers, converting piece by piece when types differ."""
+        flat = out.view(-1)
+        if out.dtype == stored:
+            self._bytes_into(offset, flat.view(torch.uint8))
+            return
+        size = stored.itemsize
+        for first, piece in self.pieces(offset, flat.numel() * size, SCRATCH_BYTES // size * size):
+            part = piece.view(stored)
+            flat[first // size : first // size + part.numel()].copy_(part)
+
+    def _bytes_into(self, offset: int, out: torch.Tensor) -> None:
+        if out.numel():
             array: Any = out.numpy()
             self.read_into(offset, memoryview(array))
-        return out
+
+    def pieces(self, offset: int, count: int, most: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes of a range, ``most`` at a time: (position in the range, uint8 tensor valid until the next)."""
+        with self._scratch.take(min(count, most)) as scratch:
+            for first in range(0, count, most):
+                piece = scratch[: min(most, count - first)]
+                self._bytes_into(offset + first, piece)
+                yield first, piece
 
     def sample(self, offset: int, count: int) -> bytes:
         """Up to 1 KiB each from the start, middle and end of a range."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepseek_flash.loading.files import DataFile
-from deepseek_flash.quant.formats import GGMLType, dequantize_into, ggml_type
+from deepseek_flash.loading.files import SCRATCH_BYTES, DataFile
+from deepseek_flash.quant.formats import GGML_TYPES, GGMLType, dequantize, dequantize_into, ggml_type
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -200,21 +200,34 @@ class GGUFFile:
         tensor_count = cursor.count(24, "the tensor count")
         return tensor_count, cursor.count(13, "the key-value count")
 
+    def require_decodable(self) -> None:
+        """UnsupportedModel, naming type and tensor, unless every tensor can be read."""
+        for info in self.tensors.values():
+            ggml_type(info.kind.id, info.name)
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor in torch's order: float types as stored, quantised ones decoded to fp32. Memory of its own."""
         info = self.tensors[name]
+        out = torch.empty(info.shape, dtype=info.kind.native or torch.float32)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill the contiguous ``out``, of the tensor's shape and any float type; packed bytes are read piecewise."""
+        info = self.tensors[name]
         kind = info.kind
         if kind.native is not None:
-            return self.file.tensor(info.offset, info.nbytes).view(kind.native).reshape(info.shape)
-        out = torch.empty(info.shape, dtype=torch.float32)
+            self.file.floats_into(info.offset, kind.native, out)
+            return
         flat = out.view(-1)
-        # Piece by piece, so that the packed bytes never stand whole beside the result.
-        blocks, step = info.nbytes // kind.nbytes, (1 << 22) // kind.values
-        for first in range(0, blocks, step):
-            count = min(step, blocks - first)
-            data = self.file.tensor(info.offset + first * kind.nbytes, count * kind.nbytes)
-            dequantize_into(data, kind, flat[first * kind.values : (first + count) * kind.values])
-        return out
+        most = SCRATCH_BYTES // kind.nbytes * kind.nbytes
+        for first, piece in self.file.pieces(info.offset, info.nbytes, most):
+            at = first // kind.nbytes * kind.values
+            part = flat[at : at + piece.numel() // kind.nbytes * kind.values]
+            if out.dtype == torch.float32:
+                dequantize_into(piece, kind, part)
+            else:
+                part.copy_(dequantize(piece, kind, (part.numel(),)))
 
     def fingerprint(self) -> bytes:
         """Digest of the header and of samples of every tensor: tells models apart, is no proof against forgery."""
@@ -276,7 +289,8 @@ def _place(
     out: dict[str, TensorInfo] = {}
     room = file.size - start
     for name, shape, type_id, offset in raw:
-        kind = ggml_type(type_id, name)
+        # A type known by name only still has a size: its architecture may be the better reason to refuse the file.
+        kind = GGML_TYPES.get(type_id) or ggml_type(type_id, name)
         if 0 in shape:
             raise file.error(f"shape {list(shape)} has a zero", tensor=name)
         if shape[-1] % kind.values:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepseek_flash.errors import ModelError, ModelNotFound, near_miss
 from deepseek_flash.loading.safetensors import INDEX, SINGLE
@@ -37,42 +38,44 @@ def fetch(name: HubName, *, progress: bool = True, endpoint: str | None = None, 
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    if name.file is not None and not name.file.lower().endswith(".gguf"):
+        raise ModelNotFound(f"{name}: only a .gguf file can be named after the colon")
     with _explained(name), _bars(progress):
+        files, reachable = _listing(name, endpoint)
+        # Without the network the library would retry for half a minute before it looks into the cache.
+        common: dict[str, Any] = {"revision": name.revision, "endpoint": endpoint, "cache_dir": cache}
         if name.file is not None:
-            if not name.file.lower().endswith(".gguf"):
-                raise ModelNotFound(f"{name}: only a .gguf file can be named after the colon")
-            try:
-                return Path(hf_hub_download(name.repo, name.file, revision=name.revision, endpoint=endpoint,
-                                            cache_dir=cache))  # fmt: skip
-            except Exception as e:
-                raise _missing_file(name, e, endpoint) or e from None
-        files = _listing(name, endpoint)
+            if files is not None:
+                _check_file(name, files)
+            return Path(hf_hub_download(name.repo, name.file, local_files_only=not reachable, **common))
         if files is not None:
             _check_kind(name, files)
-        return Path(
-            snapshot_download(
-                name.repo,
-                revision=name.revision,
-                endpoint=endpoint,
-                cache_dir=cache,
-                allow_patterns=list(WANTED),
-                ignore_patterns=list(UNWANTED),
-            )
-        )
+        wanted: dict[str, Any] = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
+        return Path(snapshot_download(name.repo, local_files_only=not reachable, **wanted, **common))
 
 
-def _listing(name: HubName, endpoint: str | None) -> list[str] | None:
-    """The repo's files; None when the Hub does not say (offline, down, no access), for the cache may still serve."""
+def _listing(name: HubName, endpoint: str | None) -> tuple[list[str] | None, bool]:
+    """The repo's files, and whether the Hub answered. No files (None) when it does not answer or does not tell:
+    the cache may still serve, and if not, the download gives the reason."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     try:
         info = HfApi(endpoint=endpoint).model_info(name.repo, revision=name.revision)
     except RevisionNotFoundError:
         raise
-    except Exception:  # the transport's own exceptions differ between versions; snapshot_download reports them
-        return None
-    return sorted(s.rfilename for s in info.siblings or ())
+    except HfHubHTTPError:
+        return None, True
+    except Exception:  # the transport's own exceptions have no common base across the library's versions
+        return None, False
+    return sorted(s.rfilename for s in info.siblings or ()), True
+
+
+def _check_file(name: HubName, files: Sequence[str]) -> None:
+    if name.file not in files:
+        ggufs = [f for f in files if f.lower().endswith(".gguf")]
+        there = f"; it has {', '.join(ggufs[:20])}" if ggufs else ""
+        raise ModelNotFound(f"{name.repo} has no file {name.file!r}{near_miss(name.file or '', ggufs)}{there}")
 
 
 def _check_kind(name: HubName, files: Sequence[str]) -> None:
@@ -88,17 +91,6 @@ def _check_kind(name: HubName, files: Sequence[str]) -> None:
             f"{name} has only pickled weights, which are never opened; look for a repo with safetensors or GGUF files"
         )
     raise ModelNotFound(f"{name} has neither {SINGLE} nor {INDEX} nor GGUF files ({', '.join(files[:10]) or 'empty'})")
-
-
-def _missing_file(name: HubName, error: Exception, endpoint: str | None) -> ModelNotFound | None:
-    """For a file that the repo does not have: the nearest name it has."""
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
-        return None
-    ggufs = [f for f in _listing(name, endpoint) or [] if f.lower().endswith(".gguf")]
-    there = f"; it has {', '.join(ggufs[:20])}" if ggufs else ""
-    return ModelNotFound(f"{name.repo} has no file {name.file!r}{near_miss(name.file or '', ggufs)}{there}")
 
 
 @contextmanager

@@ -44,13 +44,13 @@ def load_model_weights(model: nn.Module, rules: Sequence[Rule], source: TensorSo
     present = set(source.names())
     active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
     _check(model, slots, rules, active, source)
-    for rule in active:
-        _fill(slots[rule.target], rule, source, dtype)
     done = {r.target for r in active}
     for rule in rules:
         slot = slots.get(rule.target)
-        if rule.target not in done and slot is not None:
-            slot.put(torch.zeros(slot.tensor.shape, dtype=dtype))
+        if slot is not None:
+            slot.put(_room(slot.tensor, dtype) if rule.target in done else torch.zeros(slot.tensor.shape, dtype=dtype))
+    for rule in active:
+        _fill(slots[rule.target].tensor.detach(), rule, source)
     left = [name for name, slot in slots.items() if slot.tensor.is_meta]
     if left:
         raise CheckpointError("tensors of the model have neither a rule nor a value", missing=left)
@@ -113,19 +113,18 @@ def _mismatch(slots: dict[str, _Slot], rule: Rule, source: TensorSource) -> list
     return [] if fits else [f"{given} for {rule.target} {list(want)}"]
 
 
-def _fill(slot: _Slot, rule: Rule, source: TensorSource, dtype: torch.dtype) -> None:
-    target = slot.tensor
-    if rule.combine == "copy":
-        value = source.tensor(rule.sources[0])
-        if target.is_meta:
-            slot.put(value.to(dtype).contiguous())  # adopts the tensor when the type is already right
-        else:
-            slot.put(target.detach().to(dtype).copy_(value))
-        return
-    out = torch.empty(target.shape, dtype=dtype) if target.is_meta else target.detach().to(dtype)
+def _room(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where a target's values go. All of them are allocated before any is read: between two reads, a buffer that is
+    freed again would leave a hole (glibc seldom reuses one for aligned memory), half the weights for bf16 files."""
+    return torch.empty(given.shape, dtype=dtype) if given.is_meta else given.detach().to(dtype).contiguous()
+
+
+def _fill(out: torch.Tensor, rule: Rule, source: TensorSource) -> None:
     row = 0
     for name in rule.sources:
-        part = source.tensor(name)
-        out[row : row + part.shape[0]].copy_(part)
-        row += part.shape[0]
-    slot.put(out)
+        if rule.combine == "copy":
+            source.read_into(name, out)
+        else:
+            count = source.shape(name)[0]
+            source.read_into(name, out[row : row + count])
+            row += count

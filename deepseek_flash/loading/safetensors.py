@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepseek_flash.errors import CheckpointError, ModelError, UnsupportedModel
-from deepseek_flash.loading.files import JSON_BYTES, DataFile, parse_json, read_json
+from deepseek_flash.loading.files import JSON_BYTES, DataFile, Scratch, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -109,6 +109,7 @@ class SafetensorsFolder:
         generation = folder / "generation_config.json"
         self.generation_config: dict[str, Any] = read_json(generation) if generation.is_file() else {}
         self._files: list[DataFile] = []
+        self._scratch = Scratch()
         self._digest = hashlib.sha256((folder / "config.json").read_bytes())
         try:
             self._entries = self._open(folder)
@@ -146,7 +147,7 @@ class SafetensorsFolder:
         return entries
 
     def _add(self, path: Path) -> dict[str, Entry]:
-        file = DataFile(path)
+        file = DataFile(path, self._scratch)
         self._files.append(file)
         entries, digest = read_header(file)
         self._digest.update(digest)
@@ -163,13 +164,23 @@ class SafetensorsFolder:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor in its stored type, in memory of its own."""
+        out = torch.empty(self.shape(name), dtype=self._float_type(name))
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill the contiguous ``out``, of the tensor's shape and any float type."""
+        entry = self._entries[name]
+        entry.file.floats_into(entry.offset, self._float_type(name), out)
+
+    def _float_type(self, name: str) -> torch.dtype:
         entry = self._entries[name]
         if entry.dtype not in FLOATS:
             raise UnsupportedModel(
                 f"{entry.file.path}, tensor {name!r}: dtype {entry.dtype}; weights of {', '.join(FLOATS)} load",
                 supported=tuple(FLOATS),
             )
-        return entry.file.tensor(entry.offset, entry.nbytes).view(FLOATS[entry.dtype]).reshape(entry.shape)
+        return FLOATS[entry.dtype]
 
     def fingerprint(self) -> bytes:
         """Digest of config, headers and samples of every tensor: tells models apart, no proof against forgery."""

@@ -12,7 +12,7 @@ import torch
 from deepseek_flash.errors import CheckpointError, FormatError, ModelError, ModelNotFound
 from deepseek_flash.loading.files import DataFile
 from deepseek_flash.loading.gguf import MAGIC, GGUFFile
-from deepseek_flash.loading.gguf_config import config_from_gguf, generation_config
+from deepseek_flash.loading.gguf_config import architecture_of, config_from_gguf, generation_config
 from deepseek_flash.loading.gguf_names import ROPE_FREQS, half_split, interleaved, to_hf
 from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder
 
@@ -36,6 +36,9 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> torch.Tensor:
         """Float types as stored, quantised ones decoded to fp32; the caller owns the memory."""
 
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """The same values into the contiguous ``out``, of that shape and any float type, in little memory beside."""
+
     def fingerprint(self) -> bytes:
         """32 bytes that tell this model from others (config, shapes, samples of every tensor)."""
 
@@ -56,6 +59,8 @@ class GGUFSource:
         self._gguf = GGUFFile(path)
         try:
             self.metadata = self._gguf.metadata
+            architecture_of(self._gguf)
+            self._gguf.require_decodable()
             self.config = config_from_gguf(self._gguf)
             self.generation_config = generation_config(self.config)
             self._stored: dict[str, str] = {}
@@ -81,16 +86,22 @@ class GGUFSource:
         return self._gguf.tensors[self._stored[name]].kind.name
 
     def tensor(self, name: str) -> torch.Tensor:
-        out = self._gguf.read(self._stored[name])
+        native = self._gguf.tensors[self._stored[name]].kind.native
+        out = torch.empty(self.shape(name), dtype=native or torch.float32)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        stored = self._stored[name]
         which = interleaved(self._architecture, name)
         if which is None:
-            return out
+            self._gguf.read_into(stored, out)
+            return
         heads = int(self.config["num_attention_heads" if which == "q" else "num_key_value_heads"])
-        if out.shape[0] % (2 * heads):
-            raise self._gguf.file.error(
-                f"{out.shape[0]} rows are no {heads} heads of even size", tensor=self._stored[name]
-            )
-        return half_split(out, heads)
+        rows = self.shape(name)[0]
+        if rows % (2 * heads):
+            raise self._gguf.file.error(f"{rows} rows are no {heads} heads of even size", tensor=stored)
+        out.copy_(half_split(self._gguf.read(stored), heads))
 
     def fingerprint(self) -> bytes:
         return self._gguf.fingerprint()

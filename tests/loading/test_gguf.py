@@ -52,7 +52,7 @@ def opened(tmp_path: Path, content: bytes) -> GGUFFile:
 
 def refused(tmp_path: Path, content: bytes, *words: str, error: type[Exception] = FormatError) -> None:
     with pytest.raises(error) as caught:
-        opened(tmp_path, content).close()
+        opened(tmp_path, content).require_decodable()
     for word in ("x.gguf", *words):
         if error is FormatError or word != "x.gguf":
             assert word in str(caught.value)
@@ -158,31 +158,31 @@ def test_names_of_all_tensors_agree_with_the_gguf_package() -> None:
         assert to_hf(strange) == strange
 
 
-def test_the_real_file_opens_fast_and_reads_like_the_gguf_package(smollm2: Path) -> None:
-    from gguf import GGUFReader
-
+def test_the_real_file_opens_fast(smollm2: Path) -> None:
     spent = []
     for _ in range(3):
         start = time.perf_counter()
         open_source(smollm2).close()
         spent.append(time.perf_counter() - start)
-    assert min(spent) < 0.6  # 0.09 s on an idle core
-    reader = GGUFReader(smollm2)
+    assert min(spent) < 0.6  # 0.07 s on an idle core
     with open_source(smollm2) as source:
         assert source.config["num_hidden_layers"] == 30
         assert source.config["tie_word_embeddings"] is True
         assert source.config["rope_theta"] == 100000.0
         assert len(source.metadata["tokenizer.ggml.tokens"]) == 49152
         assert len(source.names()) == 272
-        stored = {to_hf(t.name): t for t in reader.tensors}
-        for name in (
-            "model.layers.3.self_attn.v_proj.weight",
-            "model.layers.3.mlp.down_proj.weight",
-            "model.norm.weight",
-        ):
-            t = stored[name]
-            want = gguf.quants.dequantize(t.data, t.tensor_type).reshape(source.shape(name))
-            np.testing.assert_array_equal(source.tensor(name).numpy(), want)
+
+
+@pytest.mark.slow
+def test_the_real_file_reads_like_the_gguf_package(smollm2: Path) -> None:
+    """Slow because of the gguf package's reader: several seconds to open the file."""
+    stored = {to_hf(t.name): t for t in gguf.GGUFReader(smollm2).tensors}
+    with open_source(smollm2) as source:
+        assert set(stored) == set(source.names())
+        for name in ("embed_tokens", "layers.3.self_attn.v_proj", "layers.29.mlp.down_proj", "norm"):
+            t = stored[f"model.{name}.weight"]
+            want = gguf.quants.dequantize(t.data, t.tensor_type).reshape(source.shape(f"model.{name}.weight"))
+            np.testing.assert_array_equal(source.tensor(f"model.{name}.weight").numpy(), want)
 
 
 def test_version_2_is_read(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_other_types_are_refused_when_a_weight_has_them(tmp_path: Path) -> None:
     """A forgotten integer buffer must not stop a model that ignores it."""
     with open_source(folder(tmp_path, w=torch.ones(4), ids=torch.arange(3))) as source:
         assert source.dtype("ids") == "I64"
-        with pytest.raises(UnsupportedModel, match="'ids'.*I64"):
+        with pytest.raises(UnsupportedModel, match=r"'ids'.*I64"):
             source.tensor("ids")
 
 
