@@ -22,7 +22,7 @@ from deepseek_flash.memory.report import human
 
 OPTIONAL = {
     "langchain-core": ("langchain_core", "the LangChain classes"),
-    "triton": ("triton", "nothing yet: GPU kernels are not in this version"),
+    "triton": ("triton", "GPU kernels, which are not in this version"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_ctrl_c_is_130(monkeypatch, capsys):
     raising(monkeypatch, "doctor", "run", KeyboardInterrupt())
     assert cli.main(["doctor"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends console events, not signals")
+def test_X03_ctrl_c_in_an_answer_stops_it_without_a_traceback(tiny):
+    """X03: the interrupt ends the request and the process, and the interpreter exits cleanly."""
+    command = [sys.executable, "-m", "deepseek_flash.tools.cli", "generate", str(tiny), "Hello", "--seed", "1"]
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "900"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background may have told their children to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.decode().strip() == "interrupted"
 
 
 def test_bugs_are_not_hidden(monkeypatch):
