@@ -2,12 +2,13 @@
 
 Keys are cut into tiles of ``TILE`` positions at absolute multiples of ``TILE``. For every query row: the scores of a
 tile (one small matrix product of fixed inner shape), the exact maximum over all tiles, exponentials, the sum and the
-weighted values of each tile, and the tiles added one after the other in order. A tile of the future adds exact zeros.
+weighted values of each tile, and the tiles added one after the other in order. Positions of the future get weights of
+exactly zero, so a tile of them changes nothing.
 Decode computes the tiles of all sequences at once and prefill loops over them: the same numbers in the same order, so
 chunking, batch mix, prefix hits and preemption leave the bits alone.
 
 Positions past a sequence's end are read from its last row instead, so that whatever unused rows hold (NaN included)
-never meets a multiplication; their scores get -inf.
+never meets a multiplication; their scores are the last row's, which leaves the maximum alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _SCORE_BYTES = 32 << 20
 _GATHER_BYTES = 32 << 20
 """Cap on keys, or values, gathered at once."""
 _HIDDEN = float("-inf")
+_LEAST = -87.0
+"""Scores below the maximum stop here: exp(-87) is the end of normal numbers, and beyond it (-inf included) the vector
+exp is 10 to 50 times slower. Weights of 1e-38 and less are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,8 @@ class _Decode:
     width: int
     """M."""
     pieces: list[tuple[int, int, _Rows]]
-    hidden: torch.Tensor
-    """fp32 [pairs * kv heads, 1, TILE], 0 or -inf."""
+    visible: torch.Tensor
+    """fp32 [pairs * kv heads, 1, TILE], 1 or 0."""
     owner: torch.Tensor
     """int64 [pairs], the sequence of each."""
     padded: torch.Tensor
@@ -134,8 +138,8 @@ class _Block:
     """Rows of the block with the last one repeated, when padding is needed."""
     tiles: int
     pieces: list[tuple[int, int, _Rows]]
-    hidden: dict[int, torch.Tensor]
-    """Tile → fp32 [1, M, TILE], 0 or -inf; tiles not listed are visible to every row."""
+    masks: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Tile → two fp32 [1, M, TILE]: 0 or -inf to add, 1 or 0 to multiply with; tiles not listed are visible to all."""
 
 
 def paged_attention(
@@ -163,13 +167,13 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, d: _D
     rows = q.reshape(-1, dim).index_select(0, d.queries).view(pairs * kv, m, dim)
     if len(d.pieces) == 1:
         keys = _gather(k_cache, d.pieces[0][2])
-        scores = torch.baddbmm(d.hidden, rows, keys.transpose(1, 2))
+        scores = torch.bmm(rows, keys.transpose(1, 2))
     else:
         scores = q.new_empty(pairs * kv, m, TILE)
         for a, b, where in d.pieces:
             keys = _gather(k_cache, where).transpose(1, 2)
             at = slice(a * kv, b * kv)
-            torch.baddbmm(d.hidden[at], rows[at], keys, out=scores[at])
+            torch.bmm(rows[at], keys, out=scores[at])
     top = scores.amax(-1)
     if pairs > s:
         top = top.view(pairs, -1)
@@ -178,7 +182,7 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, d: _D
         else:
             top = top.index_select(0, d.padded).view(s, -1, kv * m).amax(1).index_select(0, d.owner)
         top = top.reshape(pairs * kv, m)
-    weights = scores.sub_(top.unsqueeze(-1)).exp_()
+    weights = scores.sub_(top.unsqueeze(-1)).clamp_(min=_LEAST).exp_().mul_(d.visible)
     total = weights.sum(-1)
     if pairs == s:
         values = torch.bmm(weights, _gather(v_cache, d.pieces[0][2])) if len(d.pieces) == 1 else None
@@ -204,13 +208,15 @@ def _prefill(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, b: _
     for first, last, where in b.pieces:
         keys = _gather(k_cache, where).view(-1, kv, TILE, dim).transpose(2, 3)
         for t in range(first, last):
-            hidden = b.hidden.get(t)
-            if hidden is None:
+            mask = b.masks.get(t)
+            if mask is None:
                 torch.bmm(rows, keys[t - first], out=scores[t])
             else:
-                torch.baddbmm(hidden, rows, keys[t - first], out=scores[t])
+                torch.baddbmm(mask[0], rows, keys[t - first], out=scores[t])
     top = scores.amax(-1).amax(0)
-    weights = scores.sub_(top.unsqueeze(-1)).exp_()
+    weights = scores.sub_(top.unsqueeze(-1)).clamp_(min=_LEAST).exp_()
+    for t, (_, seen) in b.masks.items():
+        weights[t].mul_(seen)
     totals = weights.sum(-1)
     total, values = totals[0], None
     for t in range(1, b.tiles):
@@ -268,7 +274,7 @@ def _decode_layout(shape: _Shape, plan: AttentionPlan, which: list[int]) -> _Dec
     sequence = torch.tensor(which)
     blocks = plan.block_table[sequence[owner][:, None], real // shape.block_size]
     rows = _Rows.of(shape, blocks, real % shape.block_size)
-    hidden = torch.zeros(pairs, 1, TILE).masked_fill_((at >= context)[:, None], _HIDDEN)
+    visible = (at < context).to(torch.float32)[:, None]
     tokens = torch.tensor([plan.cu_q[s] for s in which])
     member = torch.arange(m).clamp(max=group - 1)
     head = torch.arange(kv)[:, None] * group + member  # [kv, M]
@@ -281,7 +287,7 @@ def _decode_layout(shape: _Shape, plan: AttentionPlan, which: list[int]) -> _Dec
         queries=queries.flatten(),
         width=m,
         pieces=rows.pieces(shape),
-        hidden=hidden.expand(pairs, kv, TILE).reshape(pairs * kv, 1, TILE),
+        visible=visible.expand(pairs, kv, TILE).reshape(pairs * kv, 1, TILE),
         owner=owner,
         padded=padded.flatten(),
     )
@@ -304,13 +310,14 @@ def _blocks(shape: _Shape, plan: AttentionPlan, s: int) -> list[_Block]:
         position = torch.arange(begin, end) if pick is None else begin + pick
         row = position.repeat_interleave(shape.group)[None, :, None]
         tiles = _tiles(end)
-        masks = {
-            t: torch.zeros(1, row.shape[1], TILE).masked_fill_(at[t] > row, _HIDDEN)
-            for t in range(begin // TILE, tiles)
-        }
+        masks = {t: _masks(at[t] <= row) for t in range(begin // TILE, tiles)}
         visible = _Rows(tiles, rows.index) if tiles == rows.tiles else _first(rows, tiles, shape)
         out.append(_Block(start + a, start + b, pick, tiles, visible.pieces(shape), masks))
     return out
+
+
+def _masks(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(seen.shape).masked_fill_(~seen, _HIDDEN), seen.to(torch.float32)
 
 
 def _first(rows: _Rows, tiles: int, shape: _Shape) -> _Rows:

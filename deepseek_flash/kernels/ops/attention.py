@@ -79,6 +79,8 @@ def _inputs(gen: torch.Generator) -> Iterator[Case]:
     for label, lens, heads, kv_heads, dim, block_size, pad in shapes:
         args = paged_case(gen, lens, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, pad=pad)
         yield Case(label, args)
+    q, k, v, plan, scale = paged_case(gen, [(1, 200), (70, 200)], heads=2, kv_heads=2, dim=16, block_size=16)
+    yield Case("weights that vanish", (30 * q, 30 * k, v, plan, scale))
 
 
 def _cost(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scale: float) -> Cost:
