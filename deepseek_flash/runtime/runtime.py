@@ -73,7 +73,7 @@ class FlashRuntime:
             eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
         self.weight_bytes = self.model.weight_bytes()
         self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
-        vocabulary = min(self.info.vocab_size, self.tokenizer.vocab_size)
+        vocabulary = min(self.info.vocab_size, self.tokenizer.written_size)
         self.builder = RequestBuilder(
             tokenizer=self.tokenizer,
             template=_template(self.tokenizer),

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -48,6 +48,8 @@ class VocabParts:
     adds_bos: bool
     adds_eos: bool
     chat_template: str | None
+    written: int = 0
+    """Ids below this can occur in text: without the unused entries that pad a table's end."""
 
 
 class _Metadata:
@@ -111,7 +113,10 @@ def read_vocab(metadata: Mapping[str, Any], file: str) -> VocabParts:
     elif not set(types) <= set(range(7)):
         raise meta.bad(f"{_KEY}token_type holds values other than 0 to 6")
     build = _byte_level if kind == "gpt2" else _sentencepiece
-    return build(meta, tokens, vocab, types)
+    written = len(types)
+    while written and types[written - 1] == UNUSED:
+        written -= 1
+    return replace(build(meta, tokens, vocab, types), written=written)
 
 
 def _tokens(meta: _Metadata) -> tuple[list[str], dict[str, int]]:

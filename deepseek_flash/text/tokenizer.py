@@ -59,6 +59,7 @@ class Tokenizer:
         suffix: Sequence[int],
         chat_template: str | None,
         size: int,
+        written: int | None = None,
     ) -> None:
         full.no_truncation()
         full.no_padding()
@@ -74,6 +75,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # filled as needed; a race writes the same value twice
         self.vocab_size: int = size
         """Highest id plus one."""
+        self.written_size: int = size if written is None else written
+        """Highest id that can occur in text plus one; converted files pad their table beyond it."""
         self.bos_id: int | None = bos_id
         self.eos_ids: frozenset[int] = frozenset(eos_ids)
         """Ids that end an answer, as far as the tokenizer's files say."""
@@ -136,6 +139,7 @@ class Tokenizer:
             suffix=[parts.eos_id] if parts.adds_eos and parts.eos_id is not None else [],
             chat_template=parts.chat_template,
             size=len(parts.tokens),
+            written=parts.written,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
