@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,13 @@ import torch
 
 from deepseek_flash.errors import FormatError, ModelError, ModelNotFound
 
-JSON_BYTES = 100 << 20
-"""Most bytes of a JSON text that is read; an index of a million tensors is about 100 MB."""
+JSON_BYTES = 32 << 20
+"""Most bytes of a JSON text that is read; the index of a hundred thousand tensors is about 15 MB."""
+CONFIG_BYTES = 4 << 20
+"""Most bytes of a config.json or generation_config.json."""
+_BYTES_PER_CONTAINER = 8
+"""A JSON text has at most one list or dict for so many bytes (a safetensors entry has three in fifty); each takes
+about 64 bytes of memory, and millions of them keep the garbage collector busy for minutes."""
 SCRATCH_BYTES = 4 << 20
 """Most bytes of a tensor in their stored form at a time, when they are converted while they are read."""
 
@@ -49,6 +55,8 @@ class DataFile:
         self._scratch = scratch or Scratch()
         self._lock = threading.Lock()
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # asked first: to open a pipe is to wait for its writer
+                raise ModelError(f"{path} is not a regular file")
             self._file: BinaryIO = path.open("rb", buffering=0)
         except FileNotFoundError:
             raise ModelNotFound(f"no such file: {path}") from None
@@ -140,6 +148,9 @@ def parse_json(data: bytes, what: str, *, unique: bool = False) -> dict[str, Any
         # Old configs do hold Infinity; it is no JSON, and a size or scale that is not finite is no use to us.
         raise ValueError(f"{text} is not a JSON number")
 
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > 100_000 + len(data) // _BYTES_PER_CONTAINER:
+        raise FormatError(f"{what}: {containers} lists and dicts in {len(data)} bytes of JSON", file=what)
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
     except RecursionError:
@@ -151,12 +162,12 @@ def parse_json(data: bytes, what: str, *, unique: bool = False) -> dict[str, Any
     return value
 
 
-def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a file of at most ``JSON_BYTES``."""
+def read_json(path: Path, *, unique: bool = False, most: int = CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most ``most`` bytes."""
     file = DataFile(path)
     try:
-        if file.size > JSON_BYTES:
-            raise file.error(f"{file.size} bytes of JSON; at most {JSON_BYTES} are read")
+        if file.size > most:
+            raise file.error(f"{file.size} bytes of JSON; at most {most} are read")
         return parse_json(file.read(0, file.size), str(path), unique=unique)
     finally:
         file.close()

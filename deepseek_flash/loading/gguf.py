@@ -25,8 +25,13 @@ from deepseek_flash.quant.formats import GGML_TYPES, GGMLType, dequantize, dequa
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER = 512 << 20
+MAX_HEADER = 128 << 20
 """Most bytes of metadata and tensor table; real files have under 50 MB."""
+MAX_PAIRS = 1 << 16
+MAX_TENSORS = 1 << 17
+MAX_ELEMENTS = 1 << 23
+"""Most elements of all arrays together: as Python objects they take up to 60 bytes each. Real files have 2 million."""
+MAX_ARRAYS = 1 << 16
 MAX_NAME = 1 << 16
 """Longest key, in bytes (the format's own limit). Tensor names are held to the same."""
 MAX_DEPTH = 4
@@ -62,6 +67,7 @@ class _Cursor:
         self.file, self.pos = file, 0
         self.buffer = bytearray()
         self.limit = min(file.size, MAX_HEADER)
+        self.elements = self.arrays = 0
 
     def need(self, count: int, what: str) -> None:
         """Make ``count`` more bytes available."""
@@ -84,8 +90,8 @@ class _Cursor:
         self.pos += size
         return value
 
-    def count(self, smallest: int, what: str) -> int:
-        """A u64 count of things that take at least ``smallest`` bytes each."""
+    def count(self, smallest: int, what: str, most: int) -> int:
+        """A u64 count of up to ``most`` things that take at least ``smallest`` bytes each."""
         value = self.integer(8, what)
         room = (self.limit - self.pos) // smallest
         if value > room:
@@ -93,6 +99,8 @@ class _Cursor:
                 f"{what} is {value}; the {self.limit - self.pos} bytes that follow hold at most {room}",
                 offset=self.pos - 8,
             )
+        if value > most:
+            raise self.file.error(f"{what} is {value}; at most {most} are read", offset=self.pos - 8)
         return value
 
     def string(self, what: str, longest: int | None = None) -> str:
@@ -143,7 +151,13 @@ class _Cursor:
         kind = self.integer(4, f"the element type of {what}")
         if kind not in _SMALLEST:
             raise self.file.error(f"{what}: unknown element type {kind}", offset=self.pos - 4)
-        count = self.count(_SMALLEST[kind], f"the length of array {what}")
+        self.arrays += 1
+        if self.arrays > MAX_ARRAYS:
+            raise self.file.error(f"{what} is array {self.arrays}; at most {MAX_ARRAYS} are read", offset=self.pos)
+        count = self.count(_SMALLEST[kind], f"the length of array {what}", MAX_ELEMENTS)
+        self.elements += count
+        if self.elements > MAX_ELEMENTS:
+            raise self.file.error(f"more than {MAX_ELEMENTS} array elements in all, with {what}", offset=self.pos)
         if kind == _STRING:
             return self.strings(count, what)
         if kind == _ARRAY:
@@ -197,8 +211,8 @@ class GGUFFile:
                 raise self.file.error(f"big-endian GGUF (version {swapped}); only little-endian files are read")
             raise self.file.error(f"GGUF version {version}; versions 2 and 3 are read", offset=4)
         # A tensor info takes at least 24 bytes (empty name, no dimensions), a pair 13 (empty key, one byte).
-        tensor_count = cursor.count(24, "the tensor count")
-        return tensor_count, cursor.count(13, "the key-value count")
+        tensor_count = cursor.count(24, "the tensor count", MAX_TENSORS)
+        return tensor_count, cursor.count(13, "the key-value count", MAX_PAIRS)
 
     def require_decodable(self) -> None:
         """UnsupportedModel, naming type and tensor, unless every tensor can be read."""

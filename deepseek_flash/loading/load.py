@@ -11,9 +11,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from deepseek_flash.errors import CheckpointError
+from deepseek_flash.errors import CheckpointError, FlashError, MemoryBudgetError
 from deepseek_flash.loading.rules import Rule
 from deepseek_flash.loading.source import TensorSource
+from deepseek_flash.memory.probe import host_memory
 
 
 @dataclass(slots=True)
@@ -36,14 +37,33 @@ def load_model_weights(model: nn.Module, rules: Sequence[Rule], source: TensorSo
     """Place the checkpoint's tensors, as ``dtype``, into ``model`` (on the meta device or not).
 
     Names and shapes are all compared first; CheckpointError lists what is missing, unexpected or mismatched, and
-    then nothing has been allocated. A checkpoint tensor must be used by a rule or match one of the model's
-    ``ignore`` patterns (full matches). Memory: the weights and one tensor. Afterwards every module that has an
-    ``after_load()`` method gets one call, inner modules first.
+    MemoryBudgetError says that the weights need more memory than is free: then nothing has been allocated. A
+    checkpoint tensor must be used by a rule or match one of the model's ``ignore`` patterns (full matches).
+    Memory: the weights and one tensor. Afterwards every module that has an ``after_load()`` method gets one call,
+    inner modules first.
     """
     slots = _slots(model)
     present = set(source.names())
     active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
     _check(model, slots, rules, active, source)
+    needed = _check_memory(slots, dtype)
+    try:
+        _load(model, slots, rules, active, source, dtype)
+    except (MemoryError, RuntimeError) as e:
+        # The system can give less than it said, to a process with a limit of its own (ulimit -v).
+        if isinstance(e, FlashError) or not (isinstance(e, MemoryError) or "allocate memory" in str(e)):
+            raise
+        raise MemoryBudgetError(f"the system refused memory for {_gib(needed)} of weights", needed=needed) from None
+
+
+def _load(
+    model: nn.Module,
+    slots: dict[str, _Slot],
+    rules: Sequence[Rule],
+    active: Sequence[Rule],
+    source: TensorSource,
+    dtype: torch.dtype,
+) -> None:
     done = {r.target for r in active}
     for rule in rules:
         slot = slots.get(rule.target)
@@ -96,6 +116,24 @@ def _check(
             unexpected=unexpected,
             mismatched=mismatched,
         )
+
+
+def _check_memory(slots: dict[str, _Slot], dtype: torch.dtype) -> int:
+    """Bytes that the model's tensors will take; MemoryBudgetError when they are not free."""
+    unique = {id(s): s.tensor for s in slots.values()}.values()
+    needed, available = sum(t.numel() * dtype.itemsize for t in unique if t.is_meta), host_memory().available
+    if needed > available:
+        raise MemoryBudgetError(
+            f"the weights need {_gib(needed)} as {str(dtype).removeprefix('torch.')}, but {_gib(available)} are free; "
+            f"use a smaller model, or free memory",
+            needed=needed,
+            available=available,
+        )
+    return needed
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 def _mismatch(slots: dict[str, _Slot], rule: Rule, source: TensorSource) -> list[str]:

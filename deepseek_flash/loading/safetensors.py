@@ -7,6 +7,7 @@ Layout of a safetensors file: u64 little-endian header length, a JSON header (te
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 from deepseek_flash.errors import CheckpointError, ModelError, UnsupportedModel
-from deepseek_flash.loading.files import JSON_BYTES, DataFile, Scratch, parse_json, read_json
+from deepseek_flash.loading.files import JSON_BYTES, SCRATCH_BYTES, DataFile, Scratch, parse_json, read_json
+
+_LOG = logging.getLogger("deepseek_flash.loading")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,6 +35,8 @@ _BITS = {
 _LOW = ("F8_", "F4", "F6_")
 MAX_DIMS = 16
 MAX_NAME = 4096
+MAX_FILE_NAME = 255
+"""Bytes of a shard's file name; file systems allow no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ class SafetensorsFolder:
                     f"config.json says num_hidden_layers {layers}, the files have {len(self._entries)} tensors"
                 )
             _refuse_low_precision(folder, self._entries)
+            self._untie()
         except BaseException:
             self.close()
             raise
@@ -145,6 +151,15 @@ class SafetensorsFolder:
             if missing:
                 raise CheckpointError(f"{folder / shard} lacks tensors that {INDEX} puts there", missing=missing)
         return entries
+
+    def _untie(self) -> None:
+        """A stored head that differs from the embedding is the head, though the config ties them (as transformers)."""
+        head, embed = self._entries.get("lm_head.weight"), self._entries.get("model.embed_tokens.weight")
+        if self.config.get("tie_word_embeddings") is True and head and embed and not _equal(head, embed):
+            _LOG.warning(
+                "%s: lm_head.weight differs from the embedding, so it is used; the config ties them", self.path
+            )
+            self.config["tie_word_embeddings"] = False
 
     def _add(self, path: Path) -> dict[str, Entry]:
         file = DataFile(path, self._scratch)
@@ -224,7 +239,7 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
     """
     out = dict(config)
     given = config.get("rope_parameters")
-    scaling = given if isinstance(given, dict) else config.get("rope_scaling")
+    scaling = given if isinstance(given, dict) and given else config.get("rope_scaling")
     if isinstance(scaling, dict):
         scaling = dict(scaling)
         theta = scaling.pop("rope_theta", None)
@@ -240,17 +255,25 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name → shard; every shard a plain file name, so that an index cannot reach outside its folder."""
-    placed = read_json(path, unique=True).get("weight_map")
+    placed = read_json(path, unique=True, most=JSON_BYTES).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{path} has no weight_map")
     for name, shard in placed.items():
         plain = isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set('/\\:\0"')
-        if not plain or shard.startswith("."):
+        if not plain or shard.startswith(".") or len(shard.encode("utf-8", "replace")) > MAX_FILE_NAME:
             raise CheckpointError(
-                f"{path} puts {name[:200]!r} into {str(shard)[:200]!r}; a .safetensors file name without "
-                f"folders is needed"
+                f"{path} puts {name[:200]!r} into {str(shard)[:200]!r}; a .safetensors file name of up to "
+                f"{MAX_FILE_NAME} bytes, without folders, is needed"
             )
     return placed
+
+
+def _equal(a: Entry, b: Entry) -> bool:
+    """Whether two tensors have the same type, shape and bytes; reads no further than they are alike."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    pieces = ((at, min(SCRATCH_BYTES, a.nbytes - at)) for at in range(0, a.nbytes, SCRATCH_BYTES))
+    return all(a.file.read(a.offset + at, n) == b.file.read(b.offset + at, n) for at, n in pieces)
 
 
 def _refuse_low_precision(folder: Path, entries: dict[str, Entry]) -> None:

@@ -48,7 +48,6 @@ class Model(nn.Module, ABC):
         rest = sum(p.numel() * p.element_size() for p in self.parameters() if id(p) not in inside)
         return rest + sum(m.weight_bytes() for m in linears)
 
-
     def release(self) -> None:
         """Give the weights' memory back although somebody may still hold this object; it cannot run any more."""
         for module in self.modules():

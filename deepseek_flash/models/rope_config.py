@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from deepseek_flash.layers.rope import RopeScaling
 from deepseek_flash.models.base import ConfigReader
 
+LEAST = 1e-3
+"""Scales and turns are larger: with less, angles leave the range of numbers."""
 SUPPORTED = ("default", "linear", "llama3", "yarn", "factors")
 
 
@@ -40,31 +42,36 @@ def read_rope(c: ConfigReader, head_dim: int, max_position: int) -> RopeConfig:
 
 def _scaling(kind: str, r: ConfigReader, rot: int, original: int, max_position: int) -> RopeScaling:
     if kind == "linear":
-        return RopeScaling(kind, factor=r.number("factor"))
+        return RopeScaling(kind, factor=r.number("factor", above=LEAST))
     if kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
         if high <= low:
             raise r.error("high_freq_factor", high, f"a number above low_freq_factor={low:g}")
         return RopeScaling(
-            kind, factor=r.number("factor"), original=original, low_freq_factor=low, high_freq_factor=high
+            kind, factor=r.number("factor", above=LEAST), original=original, low_freq_factor=low, high_freq_factor=high
         )
     if kind == "yarn":
         return RopeScaling(
             kind,
-            factor=r.number("factor", max_position / original),
+            factor=r.number("factor", max_position / original, above=LEAST),
             original=original,
-            # A zero means the default, as in transformers.
-            beta_fast=r.number("beta_fast", 32.0, above=-1.0) or 32.0,
-            beta_slow=r.number("beta_slow", 1.0, above=-1.0) or 1.0,
+            beta_fast=_or_zero(r, "beta_fast", 32.0),
+            beta_slow=_or_zero(r, "beta_slow", 1.0),
             truncate=r.boolean("truncate", True),
             magnitude=None if r.config.get("attention_factor") is None else r.number("attention_factor"),
-            mscale=r.number("mscale", 0.0, above=-1.0),
-            mscale_all_dim=r.number("mscale_all_dim", 0.0, above=-1.0),
+            mscale=_or_zero(r, "mscale", 0.0),
+            mscale_all_dim=_or_zero(r, "mscale_all_dim", 0.0),
         )
     if kind == "factors":
         given = r.config.get("factors")
-        good = isinstance(given, (list, tuple)) and all(isinstance(f, (int, float)) and f > 0 for f in given)
+        good = isinstance(given, (list, tuple)) and all(type(f) in (int, float) and LEAST < f <= 1e15 for f in given)
         if not good or len(given) != rot // 2:  # type: ignore[arg-type]
-            raise r.error("factors", given, f"a list of {rot // 2} positive numbers")
+            raise r.error("factors", given, f"a list of {rot // 2} positive numbers (above {LEAST:g})")
         return RopeScaling(kind, divisors=tuple(float(f) for f in given))  # type: ignore[union-attr]
     return RopeScaling()
+
+
+def _or_zero(r: ConfigReader, key: str, default: float) -> float:
+    """A positive number; zero means the default, as in transformers."""
+    value = r.config.get(key)
+    return default if type(value) in (int, float) and value == 0 else r.number(key, default, above=LEAST)
