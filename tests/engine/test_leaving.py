@@ -40,6 +40,14 @@ class Gate:
             return real(plan, rows)
 
         monkeypatch.setattr(runner, "run", run)
+        loop = engine._runtime.loop
+        self.submitted: list[Any] = []
+        """Requests posted to the engine thread."""
+        self.cancels: list[Any] = []
+        """Cancellations posted to it."""
+        post, post_quietly = loop.post, loop.post_quietly
+        monkeypatch.setattr(loop, "post", lambda call: (self.submitted.append(call), post(call)))
+        monkeypatch.setattr(loop, "post_quietly", lambda call: (self.cancels.append(call), post_quietly(call)))
 
     def let(self, steps: int) -> None:
         self._passes.release(steps)
@@ -50,10 +58,9 @@ class Gate:
 
     def ended_by(self, step: int) -> bool:
         """Open the gate: a held step ends, none after ``step`` begins, and no block stays in use."""
-        runtime = self.engine._runtime
-        until(lambda: runtime.loop._inbox or not runtime.tenant._live)  # the cancel is posted, or done already
+        until(lambda: self.cancels)
         self.let(1000)
-        until(lambda: not runtime.tenant._live)
+        until(lambda: not self.engine._runtime.tenant._live)
         return self.steps <= step and self.engine.memory_report().kv_cache.used_blocks == 0
 
 
@@ -71,9 +78,12 @@ def leave_by_break(engine: FlashEngine, gate: Gate) -> None:
 
 
 def leave_by_an_exception(engine: FlashEngine, gate: Gate) -> None:
-    with pytest.raises(ZeroDivisionError):
+    def read() -> None:
         for delta in engine.stream("leave", **LONG):
             raise ZeroDivisionError(delta.text)
+
+    with pytest.raises(ZeroDivisionError):
+        read()
 
 
 def leave_by_close(engine: FlashEngine, gate: Gate) -> None:
@@ -219,7 +229,7 @@ def test_X04_a_request_that_waits_for_its_turn_can_be_cancelled(engine: FlashEng
     assert [r.result().finish_reason for r in running] == ["length"] * 8
 
 
-def wait_in_every_way(engine: FlashEngine) -> tuple[list[threading.Thread], list[BaseException]]:
+def wait_in_every_way(engine: FlashEngine, gate: Gate) -> tuple[list[threading.Thread], list[BaseException]]:
     """Six callers who wait for ever, and what they get to hear."""
     heard: list[BaseException] = []
 
@@ -248,8 +258,7 @@ def wait_in_every_way(engine: FlashEngine) -> tuple[list[threading.Thread], list
     threads = [threading.Thread(target=caller, args=(way,)) for way in ways]
     for t in threads:
         t.start()
-    runtime = engine._runtime
-    until(lambda: len(runtime.tenant._live) + len(runtime.loop._inbox) == 7)
+    until(lambda: len(gate.submitted) == 7)
     return threads, heard
 
 
@@ -257,7 +266,7 @@ def test_X05_a_fault_that_ends_the_engine_reaches_all_who_wait(tiny: Path, monke
     """X05: running or waiting for a seat, in whatever way; and later calls fail at once."""
     with open_engine(tiny, max_model_len=512, max_batch_size=3) as engine:
         gate = Gate(engine, monkeypatch)
-        threads, heard = wait_in_every_way(engine)
+        threads, heard = wait_in_every_way(engine, gate)
 
         def check() -> None:
             raise InternalError("block 3 has two owners")
@@ -277,7 +286,7 @@ def test_X05_a_fault_that_ends_the_engine_reaches_all_who_wait(tiny: Path, monke
 def test_X05_nobody_hangs_when_the_engine_thread_dies(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(tiny, max_model_len=512, max_batch_size=3) as engine:
         gate = Gate(engine, monkeypatch)
-        threads, heard = wait_in_every_way(engine)
+        threads, heard = wait_in_every_way(engine, gate)
 
         def step() -> None:
             raise SystemError("the interpreter itself is unwell")

@@ -6,11 +6,14 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deepseek_flash import Completion, DeadlineExceeded, FlashEngine, RequestError, SamplingParams, Stream
+from deepseek_flash.sampling.sampler import Sampled
+from tests.support.checkpoints import byte_alphabet, token_id
 
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
@@ -44,13 +47,71 @@ def test_stops_cut_streams_and_calls_alike(engine: FlashEngine, seed: int) -> No
     params = SamplingParams(seed=seed, temperature=1.5, max_new_tokens=150, ignore_eos=True)
     free = engine.generate("stops", params).text
     stops = (free[30:36], free[30:33] + "\0", free[40:41])
+    at, _, stop = min((free.find(s), len(s), s) for s in stops if s in free)
     stopped = params.updated(stop=stops)
     streamed = "".join(d.text for d in engine.stream("stops", stopped))
     done = engine.generate("stops", stopped)
-    assert streamed == done.text
-    assert done.stop_reason in stops
-    assert free.startswith(done.text)
-    assert done.stop_reason not in done.text
+    assert streamed == done.text == free[:at]
+    assert done.stop_reason == stop
+
+
+def test_P02_a_stop_that_cannot_come_holds_nothing_back(engine: FlashEngine) -> None:
+    """P02: with stops set, every token's text comes with that token, as without."""
+    params = SamplingParams(seed=3, temperature=1.5, max_new_tokens=100, ignore_eos=True)
+    free = [d.text for d in engine.stream("release", params)]
+    absent = next(c for c in "ЖЩЮЯ" if c not in "".join(free))
+    assert [d.text for d in engine.stream("release", params, stop=[absent * 40, absent + "end"])] == free
+
+
+@pytest.fixture
+def script(engine: FlashEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Makes the model say these bytes, one token each, and then end; the rest of the engine is real."""
+    eos = engine.tokenize("<|im_end|>")[-1]
+
+    def say(said: bytes) -> None:
+        ids = [*(token_id(byte_alphabet()[b]) for b in said), eos]
+
+        def sample(logits: Any, rows: Any) -> list[Sampled]:
+            return [Sampled(ids[row.produced]) for row in rows]
+
+        monkeypatch.setattr(engine._runtime.tenant._runner.sampler, "sample", sample)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["你好，世界。再见！", "Grüße 👩\u200d👩\u200d👧 🇩🇪 e\u0301 नि", "a\ufffd\ufffdb 好\ufffd", "\ufffd" * 5 + "x"],
+)
+def test_characters_come_whole_and_with_their_last_byte(
+    engine: FlashEngine, script: Callable[[bytes], None], text: str
+) -> None:
+    """S01, S02, S03: three or four tokens a character; an event for each, a genuine U+FFFD delays nothing."""
+    script(text.encode())
+    deltas = list(engine.stream("say it", max_new_tokens=100))
+    assert [len(d.token_ids) for d in deltas] == [1] * (len(text.encode()) + 1)
+    for i in range(len(deltas)):
+        assert "".join(d.text for d in deltas[:i]) == text.encode()[:i].decode("utf-8", "ignore")
+    done = engine.generate("say it", max_new_tokens=100)
+    assert done.text == "".join(d.text for d in deltas) == text
+    assert (done.finish_reason, len(done.token_ids)) == ("stop", len(text.encode()) + 1)
+
+
+@pytest.mark.parametrize("stop", ["the and", ["the and of"], ["in", " the and"], "世", "好，世"])
+def test_a_stop_is_found_however_it_is_spelled_in_tokens(
+    engine: FlashEngine, script: Callable[[bytes], None], stop: str | list[str]
+) -> None:
+    """P01, P03, P05: the model spells byte by byte what the tokenizer would write in fewer tokens."""
+    said = "I th\nthe and the and of it 你好，世界 on"
+    found = min((said.find(s), s) for s in ([stop] if isinstance(stop, str) else stop) if s in said)
+    assert len(engine.tokenize(found[1])) < len(found[1].encode()) or not found[1].isascii()
+    script(said.encode())
+    pieces = [d.text for d in engine.stream("say it", stop=stop, max_new_tokens=100)]
+    done = engine.generate("say it", stop=stop, max_new_tokens=100)
+    assert "".join(pieces) == done.text == said[: found[0]]
+    assert done.stop_reason == found[1]
+    kept = engine.generate("say it", stop=stop, max_new_tokens=100, include_stop=True)
+    assert kept.text == said[: found[0]] + found[1]
 
 
 def test_several_choices_in_one_stream(engine: FlashEngine) -> None:
@@ -67,7 +128,7 @@ def test_several_choices_in_one_stream(engine: FlashEngine) -> None:
 
 
 def test_leaving_the_loop_frees_the_sequence(engine: FlashEngine) -> None:
-    """X01: break ends the request within a step."""
+    """X01, with nothing scripted; test_leaving.py counts the steps."""
     for i, _ in enumerate(engine.stream("leave early", **LONG)):
         if i == 2:
             break
@@ -101,7 +162,7 @@ def test_cancel_from_another_thread(engine: FlashEngine) -> None:
 
 
 def test_cancel_during_prefill(engine: FlashEngine) -> None:
-    """X04: checked between prefill chunks, also before the first one."""
+    """X04, with nothing scripted: some in their first chunk, some not begun; test_leaving.py counts the steps."""
     streams = [engine.submit("word " * 90, **LONG) for _ in range(12)]
     for s in streams:
         s.cancel()
