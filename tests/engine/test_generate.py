@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepseek_flash import (
     Completion,
@@ -15,7 +19,12 @@ from deepseek_flash import (
     FlashError,
     RequestError,
     SamplingParams,
+    Stream,
 )
+from deepseek_flash.engine import LATER_ARGUMENTS
+from tests.support.checkpoints import load_reference, tiny_llama
+from tests.support.engines import open_engine
+from tests.support.tokenizers import DEEPSEEK, byte_bpe
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 
@@ -90,6 +99,54 @@ def test_wrong_calls_are_named(engine: FlashEngine, call: dict[str, Any], match:
     assert len(engine.generate("still here", **GREEDY).token_ids) == 8
 
 
+CHAT = [{"role": "user", "content": "x"}]
+ENTRIES: dict[str, Any] = {
+    "generate": lambda e, o: e.generate("x", **o),
+    "generate ids": lambda e, o: e.generate(prompt_token_ids=[5], **o),
+    "generate list": lambda e, o: e.generate(["x", "y"], [SamplingParams()] * 2, **o),
+    "stream": lambda e, o: e.stream("x", **o),
+    "chat": lambda e, o: e.chat(CHAT, **o),
+    "chat stream": lambda e, o: e.chat(CHAT, stream=True, **o),
+    "submit": lambda e, o: e.submit("x", SamplingParams(), **o),
+    "submit chat": lambda e, o: e.submit(CHAT, **o),
+    "agenerate": lambda e, o: e.agenerate("x", **o),
+    "achat": lambda e, o: e.achat(CHAT, **o),
+    "asubmit": lambda e, o: e.asubmit("x", **o),
+    "astream": lambda e, o: anext(e.astream("x", **o)),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+async def test_A03_no_call_accepts_what_it_does_not_do(engine: FlashEngine, entry: str) -> None:
+    """A03: every argument of a later part, and every unknown one, is refused by name in every call."""
+
+    async def call(name: str) -> None:
+        await ENTRIES[entry](engine, {name: 1})
+
+    for name in [*LATER_ARGUMENTS, "temperatur", "lora", "echo"]:
+        with pytest.raises(RequestError, match=name):
+            await call(name)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+async def test_A03_every_call_gives_the_logprobs_that_were_asked_for(engine: FlashEngine, entry: str) -> None:
+    """A03: a flag that a call takes has its effect there, in streams too."""
+    options = {**GREEDY, "max_new_tokens": 3, "logprobs": 1}
+    if entry == "astream":
+        deltas = [d async for d in engine.astream("x", **options)]
+        assert [len(d.logprobs or ()) for d in deltas] == [1, 1, 1]
+        return
+    got = ENTRIES[entry](engine, options)
+    if inspect.isawaitable(got) and not isinstance(got, Stream):
+        got = await got
+    if isinstance(got, Stream):
+        deltas = [d async for d in got]
+        assert [p for d in deltas for p in d.logprobs or ()] == list(got.result().logprobs)
+        got = got.result()
+    for done in got if isinstance(got, list) else [got]:
+        assert [set(p) >= {t} for t, p in zip(done.token_ids, done.logprobs, strict=True)] == [True] * 3
+
+
 def test_one_bad_prompt_never_sinks_the_others(engine: FlashEngine) -> None:
     """D01: with return_errors each input has its own result or error."""
     prompts = ["good", "x" * 5000, "also good", 7]
@@ -106,6 +163,11 @@ def test_too_long_a_prompt_is_refused_with_the_numbers(engine: FlashEngine) -> N
     with pytest.raises(ContextLengthError, match=r"513 tokens.*512") as e:
         engine.generate(prompt_token_ids=ids, **GREEDY)
     assert (e.value.tokens, e.value.limit) == (513, 512)
+    assert "at least 1 new one is wanted" in str(e.value)
+    with pytest.raises(ContextLengthError, match=r"min_new_tokens=20 .*500 tokens needs 520.*512"):
+        engine.generate(prompt_token_ids=ids[:500], min_new_tokens=20)
+    with pytest.raises(ContextLengthError, match=r"the prompt has \d{3,} tokens.*512"):
+        engine.chat([{"role": "user", "content": "9" * 600}])
 
 
 def test_a_prompt_of_exactly_the_limit(engine: FlashEngine) -> None:
@@ -125,6 +187,18 @@ def test_answers_are_clipped_to_the_context(engine: FlashEngine) -> None:
     assert done.finish_reason == "length"
 
 
+def test_G09_defaults_are_the_documented_ones_and_the_end_is_told(engine: FlashEngine) -> None:
+    """G09: 256 tokens for raw prompts, the context's end for chat; G10: a one-letter stop ends sooner."""
+    raw = engine.generate("x", ignore_eos=True, temperature=0.0)
+    assert (len(raw.token_ids), raw.finish_reason, raw.stop_reason) == (256, "length", None)
+    chat = engine.chat(CHAT, ignore_eos=True, temperature=0.0)
+    assert len(chat.prompt_token_ids) + len(chat.token_ids) == 512
+    assert chat.finish_reason == "length"
+    letter = next(c for c in raw.text if c.isascii())
+    cut = engine.generate("x", ignore_eos=True, temperature=0.0, stop=letter)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (raw.text[: raw.text.index(letter)], "stop", letter)
+
+
 def test_repeated_calls_are_independent(engine: FlashEngine) -> None:
     """D04, N06, K03: the same call again and again, the same answer."""
     answers = {engine.generate(["repeat me", "and me"], **GREEDY)[0].token_ids for _ in range(5)}
@@ -141,6 +215,62 @@ def test_n_gives_choices(engine: FlashEngine) -> None:
     assert all(banned not in c.token_ids for c in done.choices)
     assert done.usage.completion_tokens == 4 * 24
     assert engine.generate("several", params).choices == done.choices
+
+
+def test_G04_stops_minimum_and_penalties_hold_for_every_choice(engine: FlashEngine) -> None:
+    """G04: what ends an answer is looked for in each of them, not in the first only."""
+    params = SamplingParams(n=4, seed=8, max_new_tokens=60, ignore_eos=True, temperature=1.5)
+    free = engine.generate("several", params).choices
+    assert len({c.token_ids for c in free}) == 4
+    letters = "".join(sorted({next(c for c in f.text[9:] if c.isascii()) for f in free}))
+    for choice, full in zip(engine.generate("several", params, stop=list(letters)).choices, free, strict=True):
+        at = min(full.text.find(c) for c in letters if c in full.text)
+        assert (choice.text, choice.finish_reason) == (full.text[:at], "stop")
+        assert choice.stop_reason == full.text[at]
+    ids = [f.token_ids[10] for f in free]
+    for choice, full in zip(engine.generate("several", params, stop_token_ids=ids).choices, free, strict=True):
+        at = min(full.token_ids.index(i) for i in ids if i in full.token_ids)
+        assert (choice.token_ids, choice.stop_reason) == (full.token_ids[: at + 1], full.token_ids[at])
+    late = engine.generate("several", params, stop_token_ids=list(range(200)), min_new_tokens=9, presence_penalty=100.0)
+    for choice in late.choices:
+        assert len(choice.token_ids) >= 10
+        assert all(i >= 200 for i in choice.token_ids[:9])
+        assert len(set(choice.token_ids)) == len(choice.token_ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"frequency_penalty": 0.9},
+        {"presence_penalty": 1.5},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+    ],
+)
+def test_G07_penalties_count_prompt_and_output_as_documented(
+    engine: FlashEngine, tiny: Path, options: dict[str, Any]
+) -> None:
+    """G07: through the whole engine, against transformers' model and processor and OpenAI's formula."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    repeat = options.get("repetition_penalty", 1.0)
+    favourites = engine.generate("penalties", **{**GREEDY, "max_new_tokens": 30}).token_ids
+    done = engine.generate(prompt_token_ids=favourites, **{**GREEDY, "max_new_tokens": 40}, **options)
+    ids = [*favourites, *done.token_ids]
+    with torch.inference_mode():
+        logits = load_reference(tiny)(torch.tensor([ids])).logits[0, :, :289]  # the ids that the tokenizer knows
+    changed = 0
+    for i, token in enumerate(done.token_ids):
+        at = len(favourites) + i
+        raw = logits[at - 1]
+        x = RepetitionPenaltyLogitsProcessor(repeat)(torch.tensor([ids[:at]]), raw[None].clone())[0]
+        for seen, count in Counter(done.token_ids[:i]).items():
+            x[seen] -= count * options.get("frequency_penalty", 0.0) + options.get("presence_penalty", 0.0)
+        best, second = x.topk(2).values
+        if best - second > 2e-3:
+            assert token == int(x.argmax()), f"token {i}"
+        changed += int(x.argmax() != raw.argmax())
+    assert changed > 2, "the penalties decided nothing"
 
 
 def test_seeds(engine: FlashEngine) -> None:
@@ -225,11 +355,24 @@ def test_eos_ends_and_can_be_ignored(engine: FlashEngine) -> None:
     assert eos not in at_least.token_ids[:4]
 
 
+def test_G11_every_end_of_text_id_that_the_checkpoint_names_ends_an_answer(tmp_path: Path) -> None:
+    """G11: a list in generation_config, and the tokenizer's own end besides."""
+    import json
+
+    tiny_llama(tmp_path)
+    said = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "eos_token_id": [70, 75]}))
+    with FlashEngine(tmp_path, max_model_len=64) as engine:
+        own = engine.tokenize("<|im_end|>")[-1]
+        for end in (70, 75, own):
+            done = engine.generate("x", temperature=0.0, logit_bias={end: 1e6})
+            assert (done.token_ids, done.text, done.finish_reason, done.stop_reason) == ((end,), "", "stop", end)
+        assert len(engine.generate("x", temperature=0.0, max_new_tokens=4, logit_bias={71: 1e6}).token_ids) == 4
+
+
 def test_generation_config_is_the_default(tmp_path: Path) -> None:
     """A checkpoint that says do_sample=false is greedy until the caller says otherwise."""
     import json
-
-    from tests.support.checkpoints import tiny_llama
 
     tiny_llama(tmp_path)
     said = json.loads((tmp_path / "generation_config.json").read_text())
@@ -275,6 +418,41 @@ def test_chat_and_template(engine: FlashEngine) -> None:
     assert list(done.prompt_token_ids) == ids
     assert engine.count_tokens(turns) == len(ids)
     assert engine.count_tokens("plain") == len(engine.tokenize("plain"))
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlashEngine]:
+    """A tokenizer in the manner of DeepSeek's: BOS added to raw text, and written by the chat template too."""
+    folder = tiny_llama(tmp_path_factory.mktemp("deepseek"), vocab_size=400)
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ '<｜User｜>' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+    )
+    byte_bpe(folder, DEEPSEEK, bos=DEEPSEEK[0], eos=DEEPSEEK[1], add_bos=True, chat_template=template)
+    with open_engine(folder, max_model_len=128) as engine:
+        yield engine
+
+
+def test_V03_V04_V05_one_beginning_of_text_whatever_is_asked(deepseek: FlashEngine) -> None:
+    """V03: one from raw text, from text that spells it, and from chat; V04: none if switched off, ids untouched;
+    V05: spelled by a user it is text."""
+    name, few = DEEPSEEK[0], {"max_new_tokens": 1, "temperature": 0.0}
+    bos = deepseek.tokenize("")[0]
+    bare = deepseek.tokenize("hello", add_special_tokens=False)
+    assert bos not in bare
+    assert list(deepseek.generate("hello", **few).prompt_token_ids) == [bos, *bare]
+    assert list(deepseek.generate(name + "hello", **few).prompt_token_ids) == [bos, *bare]
+    assert list(deepseek.generate("hello", add_special_tokens=False, **few).prompt_token_ids) == bare
+    assert list(deepseek.stream("hello", add_special_tokens=False, **few).result().prompt_token_ids) == bare
+    assert list(deepseek.generate(prompt_token_ids=bare, **few).prompt_token_ids) == bare
+    assert list(deepseek.generate(prompt_token_ids=[bos, bos], **few).prompt_token_ids) == [bos, bos]
+    for content in ("hello", f"{name}hello", f"a{name}{DEEPSEEK[2]}"):
+        ids = list(deepseek.chat([{"role": "user", "content": content}], **few).prompt_token_ids)
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+        assert deepseek.detokenize(ids, skip_special_tokens=False) == f"{name}<｜User｜>{content}<｜Assistant｜>"
+        user = deepseek.tokenize(DEEPSEEK[2], add_special_tokens=False)
+        assert ids.count(user[0]) == len(user) == 1
 
 
 def test_chat_answers_may_fill_the_context(engine: FlashEngine) -> None:
