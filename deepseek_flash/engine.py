@@ -153,17 +153,23 @@ class FlashEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        self._start(FlashRuntime.open(EngineConfig.from_options(model, options)))
+        self._open(FlashRuntime(EngineConfig.from_options(model, options)))
 
-    def _start(self, runtime: FlashRuntime) -> None:
+    def _open(self, runtime: FlashRuntime) -> None:
         self._runtime = runtime
         self._finalizer = weakref.finalize(self, runtime.close)
         self._finalizer.atexit = False  # the loop has its own, quieter, way out
+        try:
+            runtime.open()
+        except BaseException:  # a fault or Ctrl-C; the traceback may be kept, and this object with it
+            self.close()
+            raise
 
     @classmethod
     def _from_runtime(cls, runtime: FlashRuntime) -> FlashEngine:
+        """Open a runtime that was made in another way."""
         engine = cls.__new__(cls)
-        engine._start(runtime)
+        engine._open(runtime)
         return engine
 
     # generating
@@ -268,8 +274,11 @@ class FlashEngine:
     async def astream(self, prompt: str, params: SamplingParams | None = None, **sampling: Any) -> Any:
         """An async iterator of deltas for one prompt: ``async for delta in engine.astream(…)``."""
         opened = await self.asubmit(prompt, params, **sampling)
-        async for delta in opened:
-            yield delta
+        try:
+            async for delta in opened:
+                yield delta
+        finally:  # at once, not when the event loop gets to closing the inner generator
+            opened.cancel()
 
     # text and scores
 
@@ -330,7 +339,8 @@ class FlashEngine:
 
     def close(self) -> None:
         """Stop, end running requests with EngineClosed, and give all memory back. Idempotent."""
-        self._finalizer()
+        self._runtime.close()
+        self._finalizer.detach()  # last, for an interrupted close() has yet to be made up for
 
     def __enter__(self) -> FlashEngine:
         self._guard()
@@ -367,8 +377,14 @@ class FlashEngine:
             items = [prompts] if single else _listed(prompts)
             make: Callable[[Any, SamplingParams], Any] = builder.from_text
         else:
+            if isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
+                raise RequestError(
+                    f"prompt_token_ids must be a list of ints or a list of such lists, not {type(ids).__name__}",
+                    parameter="prompt_token_ids",
+                    value=ids,
+                )
             ids = list(ids)
-            single = not ids or not isinstance(ids[0], (list, tuple))
+            single = not any(hasattr(i, "__len__") and not isinstance(i, str) for i in ids)
             items = [ids] if single else ids
             make = builder.from_ids
         each = _each(params, sampling, len(items))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import traceback
@@ -50,7 +51,8 @@ class _Live:
 
     request: Request
     answers: list[Answer]
-    sequences: list[Sequence]
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[SampleRow] = field(default_factory=list)
     began: float | None = None
     first_token: float | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -69,13 +71,12 @@ class GenerationTenant:
         runner: StepRunner,
         detokenizer: Callable[[], Detokenizer],
         metrics: Metrics,
-        release: Callable[[], None],
         *,
         salt: bytes = b"",
         check_every_step: bool = False,
     ) -> None:
         self.scheduler, self._runner, self._detokenizer = scheduler, runner, detokenizer
-        self._metrics, self._release, self._salt = metrics, release, salt
+        self._metrics, self._salt = metrics, salt
         self._check_every_step = check_every_step
         self._live: dict[int, _Live] = {}
         self._by_sequence: dict[int, tuple[_Live, int]] = {}
@@ -89,10 +90,15 @@ class GenerationTenant:
         if self._broken is not None:
             request.channel.fail(self._broken)
             return
-        answers = [Answer.begin(i, request.rules, self._detokenizer()) for i in range(request.n)]
-        live = _Live(request, answers, [])
-        self._live[request.id] = live
         self._metrics.count("requests")
+        live = self._live[request.id] = _Live(request, [])
+        try:
+            self._begin(live, request)
+        except Exception as e:  # a fault of ours is this request's alone: the thread has others to serve
+            self._fail(live, step_error(e))
+
+    def _begin(self, live: _Live, request: Request) -> None:
+        live.answers += (Answer.begin(i, request.rules, self._detokenizer()) for i in range(request.n))
         for i in range(request.n):
             seq = Sequence(
                 id=next(self._sequence_ids),
@@ -102,9 +108,12 @@ class GenerationTenant:
                 salt=self._salt,
                 all_logits=request.prompt_logprobs is not None and i == 0,
             )
-            live.sequences.append(seq)
-            self._by_sequence[seq.id] = (live, i)
+            top = request.prompt_logprobs if seq.all_logits else None
+            row = SampleRow(request.sampling, seq.tokens, seq.prompt_len, i, top)
             self.scheduler.add(seq)
+            live.sequences.append(seq)
+            live.rows.append(row)
+            self._by_sequence[seq.id] = (live, i)
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its caller gets the partial Completion. Unknown or ended ids are fine."""
@@ -112,22 +121,29 @@ class GenerationTenant:
         if live is None:
             return
         self._metrics.count("requests_cancelled")
-        deltas = []
-        for answer, seq in zip(live.answers, live.sequences, strict=True):
-            if answer.finish_reason is None:
-                deltas.append(answer.end("cancelled"))
-                self._abort(seq)
-        for delta in deltas[:-1]:
-            live.request.channel.put(delta)
-        self._complete(live, deltas[-1])
+        try:
+            deltas = []
+            for answer, seq in zip(live.answers, live.sequences, strict=True):
+                if answer.finish_reason is None:
+                    deltas.append(answer.end("cancelled"))
+                    self._abort(seq)
+            for delta in deltas[:-1]:
+                live.request.channel.put(delta)
+            self._complete(live, deltas[-1])
+        except Exception as e:  # as in add()
+            self._fail(live, step_error(e))
 
     # Tenant
 
     def ready(self) -> bool:
-        return self.scheduler.has_work
+        return self._broken is None and self.scheduler.has_work
 
     def step(self) -> None:
-        plan = self.scheduler.plan()
+        try:
+            plan = self.scheduler.plan()
+        except Exception as e:  # the bookkeeping contradicts itself: nothing can be trusted any more
+            self._fatal(step_error(e))
+            return
         if plan is None:
             self._fatal(InternalError("the scheduler has work but plans no step; please report this"))
             return
@@ -141,7 +157,6 @@ class GenerationTenant:
 
     def close(self) -> None:
         self._fatal(EngineClosed("the engine was closed while this request was running"))
-        self._release()
 
     # inside a step
 
@@ -152,13 +167,7 @@ class GenerationTenant:
             live, choice = self._by_sequence[item.seq.id]
             if live.began is None:
                 live.began = now
-            rows[item.seq.id] = SampleRow(
-                live.request.sampling,
-                item.seq.tokens,
-                item.seq.prompt_len,
-                choice,
-                live.request.prompt_logprobs if item.seq.all_logits else None,
-            )
+            rows[item.seq.id] = live.rows[choice]
         return rows
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> None:
@@ -179,10 +188,10 @@ class GenerationTenant:
             if isinstance(sampled, InternalError):
                 self._fail(live, sampled)
                 continue
-            if live.first_token is None:
-                live.first_token = now
             answer = live.answers[choice]
             if seq_id in wanted:
+                if live.first_token is None:
+                    live.first_token = now
                 delta = answer.push(sampled.token, sampled.logprobs)
             else:
                 delta = answer.end("length")
@@ -236,21 +245,26 @@ class GenerationTenant:
         """End a request with an error that carries its partial result."""
         if self._live.pop(live.request.id, None) is None:
             return
-        for seq in live.sequences:
-            self._abort(seq)
-        for answer in live.answers:
-            if answer.finish_reason is None:
-                answer.end("cancelled")
-        error.partial = self._completion(live)
+        broken: FlashError | None = None
+        try:
+            for seq in live.sequences:
+                self._abort(seq)
+            for answer in live.answers:
+                if answer.finish_reason is None:
+                    answer.end("cancelled")
+            if live.answers:
+                error.partial = self._completion(live)
+        except Exception as e:  # whatever is wrong here, the caller must hear of the end
+            broken = step_error(e)
         self._metrics.count("requests_failed")
         live.request.channel.fail(without_traceback(error))
+        if broken is not None:
+            self._fatal(broken)
 
     def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
-        lives = {
-            self._by_sequence[i.seq.id][0].request.id: i.seq.id for i in plan.items if i.seq.id in self._by_sequence
-        }
-        for seq_id in lives.values():
-            self._fail(self._by_sequence[seq_id][0], step_error(cause))
+        found = (self._by_sequence.get(item.seq.id) for item in plan.items)
+        for live in [entry[0] for entry in found if entry is not None]:
+            self._fail(live, step_error(cause))
         self._verify()
 
     def _verify(self) -> None:
@@ -264,12 +278,7 @@ class GenerationTenant:
         if self._broken is None:
             self._broken = without_traceback(error)
         for live in list(self._live.values()):
-            self._fail(live, _again(self._broken))
-
-
-def _again(error: FlashError) -> FlashError:
-    """A fresh error of the same kind, so that each request carries its own partial result."""
-    return type(error)(*error.args)
+            self._fail(live, copy.copy(self._broken))  # each carries its own partial result
 
 
 def step_error(cause: Exception) -> FlashError:
@@ -278,8 +287,8 @@ def step_error(cause: Exception) -> FlashError:
         error: FlashError = MemoryBudgetError(
             f"the step ran out of memory ({cause}); lower max_batch_size, prefill_chunk_size or max_model_len"
         )
-    elif isinstance(cause, InternalError):
-        error = InternalError(*cause.args)
+    elif isinstance(cause, FlashError):
+        error = copy.copy(cause)
     else:
         error = InternalError(f"a step failed: {type(cause).__name__}: {cause}")
     error.add_note("".join(traceback.format_exception(cause)))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from deepseek_flash.errors import EngineClosed, EngineForked
+from deepseek_flash.runtime.bell import Bell
 
 
 class Tenant(Protocol):
@@ -26,7 +29,7 @@ class Tenant(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything pending with EngineClosed and give memory back."""
+        """End everything pending with EngineClosed."""
         ...
 
 
@@ -35,19 +38,37 @@ class EngineLoop:
 
     The thread is a daemon so that a forgotten engine never keeps a program alive; an exit handler stops and
     joins it before the interpreter goes down, so no native code runs into shutdown.
+
+    Any method may be called from a signal handler or a finaliser, which may have interrupted any other of them on
+    the same thread: so no lock is held here (SimpleQueue.put is reentrant).
     """
 
-    def __init__(self, tenants: Sequence[Tenant], name: str) -> None:
-        self._tenants = tuple(tenants)
-        self._cond = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        """``at_end`` gives back what the tenants use: on the thread, after their close(); on whoever closes a loop
+        that was never started."""
+        self._at_end = at_end
+        self._tenants: tuple[Tenant, ...] = ()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
+        """No new calls."""
+        self._ended = False
+        """The inbox is read for the last time."""
+        self._over = False
+        """Everything is freed."""
         self._leaving = False
+        self._bell = Bell()
+        self._turn = deque([None])
+        """Whoever takes its only item ends the loop: the thread, or close() if the thread never got going."""
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._at_exit = partial(_stop_at_exit, weakref.ref(self))
+
+    def start(self, tenants: Sequence[Tenant], name: str) -> None:
+        """Once. Whoever calls it makes sure that close() will be called, whatever happens in between."""
+        self._tenants = tuple(tenants)
+        self._thread.name = name
         atexit.register(self._at_exit)
+        self._thread.start()
 
     @property
     def closed(self) -> bool:
@@ -58,7 +79,7 @@ class EngineLoop:
         if os.getpid() != self._pid:
             raise EngineForked(
                 "this engine was opened in another process and cannot be used after a fork: "
-                "open a FlashEngine in the child, or start children with the 'spawn' method"
+                "open it in the child, or start children with the 'spawn' method"
             )
         if self._leaving and threading.current_thread().daemon:
             threading.Event().wait()  # the interpreter is going down and takes this thread along, in silence
@@ -68,28 +89,17 @@ class EngineLoop:
     def post(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the engine thread before its next step. Raises when closed or forked."""
         self.guard()
-        with self._cond:
-            if not self._stopping:
-                self._inbox.append(call)
-                self._cond.notify()
-                return
-        self.guard()
+        self._inbox.put(call)
+        if self._ended:  # it may have come too late to be read
+            self.guard()
 
     def post_quietly(self, call: Callable[[], None]) -> None:
         """Like :meth:`post`, for finalisers: does nothing when closed or forked."""
-        if os.getpid() != self._pid or self._stopping:
-            return
-        # A finaliser may run on any thread at any point, also one that holds the condition right now:
-        # deque.append needs no lock, and the loop looks at the inbox before it sleeps and at every step.
-        self._inbox.append(call)
-        if self._cond.acquire(blocking=False):
-            try:
-                self._cond.notify()
-            finally:
-                self._cond.release()
+        if os.getpid() == self._pid and not self._stopping:
+            self._inbox.put(call)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop after the current step, end what is pending, free memory, join. Idempotent."""
+        """Stop after the current step, end what is pending, free memory, wait for that. Idempotent."""
         if os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
@@ -103,42 +113,66 @@ class EngineLoop:
             self._stop(None)
 
     def _stop(self, timeout: float | None) -> None:
-        with self._cond:  # a post() that saw the loop open has appended before this line
-            self._stopping = True
-            self._cond.notify()
+        self._stopping = True
+        self._inbox.put(_nothing)
+        if self._take_turn():
+            self._end()
         if self._thread is threading.current_thread():
             return  # a finaliser ran on the engine thread itself: the loop ends after this step
-        while self._thread.is_alive():
-            with self._cond:
-                self._cond.notify()
-            self._thread.join(0.5 if timeout is None else timeout)
-            if timeout is not None:
-                break
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._bell.wait(lambda: self._over, deadline) and self._thread.ident is not None:
+            # What is left of the thread is a few instructions. Bounded, since join() cannot be entered twice by
+            # one thread, and a signal handler may have interrupted it there.
+            self._thread.join(1.0)
+
+    def _take_turn(self) -> bool:
+        try:
+            self._turn.pop()
+        except IndexError:
+            return False
+        return True
 
     def _run(self) -> None:
+        if not self._take_turn():
+            return
         try:
             while not self._stopping:
-                while self._inbox:
-                    self._inbox.popleft()()
                 busy = False
                 for tenant in self._tenants:
                     if tenant.ready() and not self._stopping:
                         tenant.step()
                         busy = True
-                if not busy:
-                    with self._cond:
-                        if not self._inbox and not self._stopping:
-                            # The timeout is a net under post_quietly, which may fail to notify.
-                            self._cond.wait(1.0)
+                self._serve(wait=not busy)
         finally:
-            with self._cond:
-                self._stopping = True
-            while (
-                self._inbox and not self._leaving
-            ):  # requests that were posted but never begun must hear of the end too
-                self._inbox.popleft()()
-            for tenant in () if self._leaving else self._tenants:
-                tenant.close()
+            self._end()
+
+    def _serve(self, *, wait: bool) -> None:
+        """Run the posted calls that are there, or the next one to come."""
+        for _ in range(max(self._inbox.qsize(), int(wait))):
+            try:
+                call = self._inbox.get(block=wait)
+            except Empty:
+                return
+            call()
+            del call  # a waiting thread must not keep what was asked of it last
+            wait = False
+
+    def _end(self) -> None:
+        self._stopping = True
+        self._ended = True
+        try:
+            if not self._leaving:
+                self._serve(wait=False)  # requests that were posted but never begun must hear of the end too
+                for tenant in self._tenants:
+                    tenant.close()
+                self._at_end()
+        finally:
+            self._over = True
+            self._bell.ring()
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
 
 
 def _stop_at_exit(loop: weakref.ref[EngineLoop]) -> None:

@@ -64,6 +64,12 @@ class RequestBuilder:
         return self._request(tokens, params, RAW_DEFAULT_NEW_TOKENS)
 
     def from_ids(self, ids: Sequence[int], params: SamplingParams) -> Request:
+        if not hasattr(ids, "__iter__"):
+            raise RequestError(
+                f"prompt_token_ids must be one list of ints or a list of such lists, and {ids!r} is not a list",
+                parameter="prompt_token_ids",
+                value=ids,
+            )
         tokens = []
         for i in ids:
             if isinstance(i, bool) or not hasattr(i, "__index__"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +58,49 @@ class CachePlan:
 
 
 class FlashRuntime:
-    """Private: everything behind a FlashEngine. Construct with :meth:`open`."""
+    """Private: everything behind a FlashEngine. Empty until :meth:`open`."""
 
-    def __init__(self, config: EngineConfig, path: Path, *, kv_blocks: int | None, check_every_step: bool) -> None:
-        self.config, self.path = config, path
+    def __init__(self, config: EngineConfig, *, kv_blocks: int | None = None, check_every_step: bool = False) -> None:
+        self.config, self._kv_blocks, self._check_every_step = config, kv_blocks, check_every_step
+        self.path = Path(config.model)
         self.metrics = Metrics()
-        with open_source(path) as source:
-            self.info: ModelInfo = resolve(source.config)
-            self.tokenizer = _tokenizer(source, path)
-            generation_config = dict(source.generation_config)
-            read_generation_config(generation_config)
-            self.plan = plan_cache(config, self.info, kv_blocks)
-            self.kernels: Kernels = select("cpu", kernels_preference())
-            self.model: Model = self.info.build(self.kernels)
-            load_model_weights(self.model, self.model.rules, source, torch.float32)
-            self.fingerprint = source.fingerprint()
-            eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
+        self._memory = ExitStack()
+        """Closing it gives back weights and cache, although somebody may still hold references to these objects."""
+        self.loop = EngineLoop(self._memory.close)
+
+    def open(self) -> None:
+        """Find, check, plan, load, serve; raises before allocating when something cannot work.
+
+        Whoever calls it calls close() if it raises: a kept traceback would keep what was loaded so far.
+        """
+        self.path = locate(self.config.model)
+        with open_source(self.path) as source:
+            generation_config, eos_ids = self._load(source)
+        self._assemble(generation_config, eos_ids)
+        self.loop.start([self.tenant], name=f"deepseek-flash-{self.path.name}")
+
+    def _load(self, source: TensorSource) -> tuple[dict[str, Any], frozenset[int]]:
+        """Everything that is read or allocated; the generation config and the end-of-text ids."""
+        self.info: ModelInfo = resolve(source.config)
+        self.tokenizer = _tokenizer(source, self.path)
+        generation_config = dict(source.generation_config)
+        read_generation_config(generation_config)
+        self.plan = plan_cache(self.config, self.info, self._kv_blocks)
+        self.kernels: Kernels = select("cpu", kernels_preference())
+        self._memory.callback(trim_heap)
+        self.model: Model = self.info.build(self.kernels)
+        self._memory.callback(self.model.release)
+        load_model_weights(self.model, self.model.rules, source, torch.float32)
+        self.fingerprint = source.fingerprint()
+        eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
         self.weight_bytes = self.model.weight_bytes()
         self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
+        self._memory.callback(self.store.close)
+        return generation_config, eos_ids
+
+    def _assemble(self, generation_config: dict[str, Any], eos_ids: frozenset[int]) -> None:
+        """Everything that runs."""
+        config = self.config
         vocabulary = min(self.info.vocab_size, self.tokenizer.written_size)
         self.builder = RequestBuilder(
             tokenizer=self.tokenizer,
@@ -96,24 +124,23 @@ class FlashRuntime:
             Runner(self.model, self.store, Sampler(vocabulary), "cpu"),
             self.tokenizer.incremental,
             self.metrics,
-            self._release,
             salt=config.cache_salt.encode(),
-            check_every_step=check_every_step,
+            check_every_step=self._check_every_step,
         )
-        self.loop = EngineLoop([self.tenant], name=f"deepseek-flash-{path.name}")
-
-    @classmethod
-    def open(
-        cls, config: EngineConfig, *, kv_blocks: int | None = None, check_every_step: bool = False
-    ) -> FlashRuntime:
-        """Find, check, plan, load; raises before allocating when something cannot work."""
-        return cls(config, locate(config.model), kv_blocks=kv_blocks, check_every_step=check_every_step)
 
     def submit(self, request: Request) -> Stream:
         """Queue a request; thread-safe."""
-        loop, tenant, number = self.loop, self.tenant, request.id
-        loop.post(lambda: tenant.add(request))
-        return Stream(request.channel, lambda: loop.post_quietly(lambda: tenant.cancel(number)), number)
+        runtime, number = weakref.ref(self), request.id
+
+        def cancel() -> None:
+            alive = runtime()
+            if alive is not None:
+                alive.loop.post_quietly(partial(alive.tenant.cancel, number))
+
+        # The Stream first: if an interrupt comes in between, dropping it cancels the request.
+        stream = Stream(request.channel, cancel, number)
+        self.loop.post(partial(self.tenant.add, request))
+        return stream
 
     def describe(self) -> dict[str, Any]:
         """Plain data about the model, its limits, the kernels in use, and counters."""
@@ -154,14 +181,8 @@ class FlashRuntime:
         return MemoryReport.measure(weights=self.weight_bytes, kv_cache=use)
 
     def close(self) -> None:
-        """Stop the loop, end what runs, free weights and cache. Idempotent."""
+        """Stop the loop, end what runs, free weights and cache, as far as opening got. Idempotent."""
         self.loop.close()
-
-    def _release(self) -> None:
-        """Give the memory back although somebody may still hold references to these objects."""
-        self.store.close()
-        self.model.release()
-        trim_heap()
 
 
 def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = None) -> CachePlan:

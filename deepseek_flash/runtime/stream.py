@@ -2,76 +2,81 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import os
-import sys
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from deepseek_flash.errors import DeadlineExceeded, EngineForked, FlashError
+from deepseek_flash.runtime.bell import Bell
 from deepseek_flash.types import Completion, Delta
 
-_COALESCE_AT = 128
-"""Unread deltas after which new ones are merged, so that a slow reader costs bounded memory."""
-_POLL = 0.2 if sys.platform == "win32" else None
-"""Windows cannot interrupt an endless wait with Ctrl-C."""
+_COALESCE = 128
+"""Unread deltas that are merged into one (one an answer), so that a slow reader costs little more than the text."""
 _SETTLE = 10.0
 """Seconds a timed-out caller waits for its partial result (at most about one step)."""
 
 
 class Channel:
     """The shared end between the engine thread (put, finish, fail) and a Stream. Holds no engine parts,
-    so a kept Stream or result never keeps a closed engine's memory alive."""
+    so a kept Stream or result never keeps a closed engine's memory alive. Holds no lock either: see Bell."""
 
     def __init__(self) -> None:
-        self._cond = threading.Condition()
+        self._bell = Bell()
         self._deltas: deque[Delta] = deque()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._single = 0
+        """Deltas at the end of the queue, unless read by now, that were never merged."""
         self.completion: Completion | None = None
-        self.error: BaseException | None = None
+        self.error: FlashError | None = None
         self.pid = os.getpid()
 
     # engine thread
 
     def put(self, delta: Delta) -> None:
-        with self._cond:
-            last = self._deltas[-1] if self._deltas else None
-            if last is not None and len(self._deltas) >= _COALESCE_AT and last.index == delta.index:
-                self._deltas[-1] = last.merged(delta)
-            else:
-                self._deltas.append(delta)
-            self._wake()
+        self._deltas.append(delta)
+        self._single += 1
+        if self._single >= _COALESCE and len(self._deltas) >= _COALESCE:
+            self._merge()
+        self._bell.ring()
+
+    def _merge(self) -> None:
+        """Merge the newest deltas. A reader that comes now finds them missing, and is woken once they are back."""
+        answers: dict[int, list[Delta]] = {}
+        try:
+            for _ in range(_COALESCE):
+                delta = self._deltas.pop()
+                answers.setdefault(delta.index, []).append(delta)
+        except IndexError:  # read meanwhile
+            pass
+        # Newest first so far; the request's last delta has to stay its last.
+        self._deltas.extend(_merged(parts[::-1]) for parts in reversed(answers.values()))
+        self._single = 0
 
     def finish(self, completion: Completion) -> None:
-        with self._cond:
-            if not self.done:
-                self.completion = completion
-            self._wake()
+        if not self.done:
+            self.completion = completion
+        self._bell.ring()
 
-    def fail(self, error: BaseException) -> None:
-        with self._cond:
-            if not self.done:
-                self.error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        self._cond.notify_all()
-        waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
-            try:
-                loop.call_soon_threadsafe(_resolve, future)
-            except RuntimeError:  # that event loop is closed: nobody waits there any more
-                continue
+    def fail(self, error: FlashError) -> None:
+        if not self.done:
+            self.error = error
+        self._bell.ring()
 
     # consumer side
 
     @property
     def done(self) -> bool:
         return self.completion is not None or self.error is not None
+
+    def _ready(self) -> bool:
+        return bool(self._deltas) or self.done
+
+    def _ended(self) -> bool:
+        return self.done
 
     def guard(self) -> None:
         """In a forked child there is no engine thread: say so instead of waiting for ever."""
@@ -81,40 +86,39 @@ class Channel:
     def wait(self, deadline: float | None, *, for_delta: bool) -> bool:
         """Block until there is a delta (if asked) or the end; False when the deadline (monotonic) passed."""
         self.guard()
-        with self._cond:
-            while not (self.done or (for_delta and self._deltas)):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._cond.wait(left if _POLL is None else _POLL if left is None else min(left, _POLL))
-            return True
+        return self._bell.wait(self._ready if for_delta else self._ended, deadline)
 
     async def await_event(self, *, for_delta: bool) -> None:
         self.guard()
-        loop = asyncio.get_running_loop()
-        while True:
-            with self._cond:
-                if self.done or (for_delta and self._deltas):
-                    return
-                future: asyncio.Future[None] = loop.create_future()
-                self._waiters.append((loop, future))
-            await future
+        await self._bell.wait_async(self._ready if for_delta else self._ended)
 
-    def pop(self) -> Delta | None:
-        with self._cond:
-            return self._deltas.popleft() if self._deltas else None
+    def pop(self) -> tuple[Delta | None, bool]:
+        """The next delta, if there is one, and whether it can never come."""
+        done = self.done  # asked first: nothing is put after the end
+        try:
+            return self._deltas.popleft(), False
+        except IndexError:
+            return None, done
 
     def outcome(self) -> Completion:
         """The Completion, or raise the error; only once done."""
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            raise copy.copy(self.error)  # one each: whoever raises it writes its traceback into it
         assert self.completion is not None
         return self.completion
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _merged(parts: list[Delta]) -> Delta:
+    """Consecutive deltas of one answer as one."""
+    logprobs = [p.logprobs for p in parts if p.logprobs is not None]
+    return replace(
+        parts[-1],
+        text="".join(p.text for p in parts),
+        reasoning="".join(p.reasoning for p in parts),
+        tool_calls=tuple(c for p in parts for c in p.tool_calls),
+        token_ids=tuple(t for p in parts for t in p.token_ids),
+        logprobs=tuple(at for given in logprobs for at in given) if logprobs else None,
+    )
 
 
 class Stream:
@@ -170,10 +174,10 @@ class Stream:
         try:
             while True:
                 channel.wait(None, for_delta=True)
-                delta = channel.pop()
+                delta, ended = channel.pop()
                 if delta is not None:
                     yield delta
-                elif channel.done:
+                elif ended:
                     break
             channel.outcome()
         finally:
@@ -187,10 +191,10 @@ class Stream:
         try:
             while True:
                 await channel.await_event(for_delta=True)
-                delta = channel.pop()
+                delta, ended = channel.pop()
                 if delta is not None:
                     yield delta
-                elif channel.done:
+                elif ended:
                     break
             channel.outcome()
         finally:

@@ -13,4 +13,4 @@ from deepseek_flash.runtime.runtime import FlashRuntime
 def open_engine(model: Path | str, *, kv_blocks: int | None = None, **options: Any) -> FlashEngine:
     """A FlashEngine that runs scheduler.check() after every step; ``kv_blocks`` sets the pool's size."""
     config = EngineConfig.from_options(model, options)
-    return FlashEngine._from_runtime(FlashRuntime.open(config, kv_blocks=kv_blocks, check_every_step=True))
+    return FlashEngine._from_runtime(FlashRuntime(config, kv_blocks=kv_blocks, check_every_step=True))
