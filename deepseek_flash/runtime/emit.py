@@ -50,7 +50,8 @@ class Answer:
         if token in rules.end_ids:
             if rules.include_stop:
                 piece = self._release(self.detokenizer.push(token))
-            self.finish_reason, self.stop_reason = "stop", token
+            if self.finish_reason is None:  # else a stop string stands in this token's own text
+                self.finish_reason, self.stop_reason = "stop", token
             piece += self._flush()
         else:
             piece = self._release(self.detokenizer.push(token))

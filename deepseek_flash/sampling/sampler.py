@@ -6,9 +6,8 @@ forbidden ids, temperature, top_k, top_p, min_p, draw.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,9 +25,41 @@ _NUCLEUS_GUESSES = (256, 4096)
 _NOTHING = float("-inf")
 
 
+class History:
+    """How often each id occurs in a token list that only grows. Kept up to date, because counting anew for every
+    token would make long answers cost the square of their length."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._seen: set[int] = set()
+        self._seen_ids: Tensor | None = None
+        self._output: dict[int, int] = {}
+
+    def read(self, tokens: Sequence[int], prompt_len: int) -> None:
+        """Take in what was appended since the last call."""
+        for at, token in enumerate(tokens[self._at :], self._at):
+            if token not in self._seen:
+                self._seen.add(token)
+                self._seen_ids = None
+            if at >= prompt_len:
+                self._output[token] = self._output.get(token, 0) + 1
+        self._at = len(tokens)
+
+    def seen(self, x: Tensor) -> Tensor:
+        """int64: the ids in prompt and output that have a logit in ``x``."""
+        if self._seen_ids is None:
+            self._seen_ids = _inside(self._seen, x)
+        return self._seen_ids
+
+    def output(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids in the output, int64, and how often each occurs, fp64. They were sampled, so all have a logit."""
+        ids = torch.tensor(list(self._output), dtype=torch.int64, device=x.device)
+        return ids, torch.tensor(list(self._output.values()), dtype=torch.float64, device=x.device)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What belongs to one row of logits."""
+    """What belongs to one row of logits. May be kept from token to token while ``tokens`` grows."""
 
     params: ResolvedSampling
     tokens: Sequence[int]
@@ -39,6 +70,8 @@ class SampleRow:
     """Index of the answer among the ``n`` of its request."""
     prompt_logprobs: int | None = None
     """Report the prompt's own tokens and so many likeliest; the sampler leaves it to ``prompt_logprobs``."""
+    history: History = field(default_factory=History, repr=False, compare=False)
+    """What ``tokens`` hold, for the penalties."""
 
     @property
     def produced(self) -> int:
@@ -131,15 +164,16 @@ def shape(logits: Tensor, row: SampleRow) -> Tensor:
     if not params.shapes_logits and not row.may_not_end:
         return logits
     x = logits.clone()
+    penalised = bool(params.frequency_penalty or params.presence_penalty)
+    if params.repetition_penalty != 1.0 or penalised:
+        row.history.read(row.tokens, row.prompt_len)
     if params.repetition_penalty != 1.0:
-        seen = _inside(set(row.tokens), x)
+        seen = row.history.seen(x)
         at = x[seen]
         x[seen] = torch.where(at < 0, at * params.repetition_penalty, at / params.repetition_penalty)
-    if (params.frequency_penalty or params.presence_penalty) and row.produced:
-        counts = Counter(row.tokens[row.prompt_len :])
-        used = [i for i in counts if 0 <= i < x.numel()]
-        amounts = [counts[i] * params.frequency_penalty + params.presence_penalty for i in used]
-        x[used] -= torch.tensor(amounts, dtype=x.dtype, device=x.device)
+    if penalised and row.produced:
+        used, counts = row.history.output(x)
+        x[used] -= (counts * params.frequency_penalty + params.presence_penalty).to(x.dtype)
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=x.dtype, device=x.device)
         x[list(params.logit_bias)] += biases

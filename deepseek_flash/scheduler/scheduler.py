@@ -231,7 +231,9 @@ class Scheduler:
         Blocks must suffice for all tokens the newcomer has, on top of what running sequences still need for
         theirs, and one block each to go on with: or admitting it would soon preempt it again.
         """
-        if not self._waiting or self._blocked == (self._waiting[0].id, self.kv.freed):
+        if not self._waiting or len(self._running) >= self.max_batch_size:
+            return
+        if self._blocked == (self._waiting[0].id, self.kv.freed):
             return  # whoever is first did not fit, and no block was released since
         kinds = [g.kind for g in self.kv.spec.groups]
         claimed = [sum(c) for c in zip(*map(self.kv.claims, self._running), strict=True)] or [0] * len(kinds)

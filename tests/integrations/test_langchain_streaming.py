@@ -161,16 +161,15 @@ async def test_leaving_an_async_stream_or_cancelling_the_task_stops_the_request(
     chunks = model.astream("x")
     await anext(chunks)
     await chunks.aclose()
-    await asyncio.sleep(0.05)
-    assert engine.running == 0
-    for call in (model.ainvoke("x"), model.abatch(["x", "y"]), _collect(model.astream("x"))):
+    await asyncio.to_thread(engine.settle, 1.0)
+    for call, count in ((model.ainvoke("x"), 1), (model.abatch(["x", "y"]), 2), (_collect(model.astream("x")), 1)):
         task = asyncio.create_task(call)
-        await asyncio.sleep(0.05)
+        while engine.running < count:
+            await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.05)
-        assert engine.running == 0
+        await asyncio.to_thread(engine.settle, 1.0)
     assert engine.cancelled == 5
     assert engine.produced < 200
 
@@ -208,7 +207,7 @@ async def test_a_time_limit_stops_the_request_and_keeps_what_there_was(cls: Any)
 async def test_a_batch_reaches_the_engine_all_at_once(cls: Any) -> None:
     prompts = [f"prompt {i}" for i in range(40)]
     for run in ("batch", "abatch", "chain", "completed", "limited"):
-        engine = FakeEngine(delay=0.01)
+        engine = FakeEngine(delay=0.03)
         model = cls(engine=engine)
         if run == "batch":
             model.batch(prompts)
