@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepseek_flash import ContextLengthError, FlashEngine, SamplingParams
+from deepseek_flash import Completion, ContextLengthError, FlashEngine, SamplingParams, Stream
 from tests.support.engines import open_engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -22,6 +23,33 @@ def test_many_threads_equal_one_after_another(engine: FlashEngine) -> None:
     alone = [engine.generate(p, **GREEDY).token_ids for p in prompts]
     with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(lambda p: engine.generate(p, **GREEDY).token_ids, prompts))
+    assert together == alone
+
+
+def test_every_kind_of_call_at_once(engine: FlashEngine) -> None:
+    """T01, T05: completions, chats, streams, scores, tokenising, cancelled requests: each gets its own."""
+    chat = [{"role": "user", "content": "hello from <|im_end|> me"}]
+
+    def cancelled(i: int) -> Any:
+        stream = engine.submit(f"never mind {i}", **{**GREEDY, "max_new_tokens": 300})
+        next(iter(stream))
+        stream.cancel()
+        return stream.result().token_ids[:1]
+
+    calls: list[Callable[[int], Any]] = [
+        lambda i: engine.generate(f"generate {i % 3}", **GREEDY).text,
+        lambda i: engine.chat(chat, **GREEDY).token_ids,
+        lambda i: [d.text for d in engine.stream(f"stream {i % 2}", **GREEDY)],
+        lambda i: [c.token_ids for c in engine.generate(f"n {i % 2}", n=2, seed=i % 2, max_new_tokens=9).choices],
+        lambda i: engine.detokenize(engine.tokenize(f"你好 {i} <|im_end|>"), skip_special_tokens=False),
+        lambda i: engine.apply_chat_template(chat, tokenize=True),
+        lambda i: [round(p, 3) for p in engine.score("score this long enough text").logprobs[1:]],
+        cancelled,
+    ]
+    work = [(calls[i % len(calls)], i) for i in range(80)]
+    alone = [call(i) for call, i in work]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda w: w[0](w[1]), work))
     assert together == alone
 
 
@@ -46,6 +74,29 @@ def test_any_mix_of_loops_and_threads(engine: FlashEngine) -> None:
     for t in threads:
         t.join()
     assert got == [expect] * 4
+
+
+def test_an_event_loop_that_is_gone_disturbs_nobody(engine: FlashEngine) -> None:
+    """N05: a loop that stops and closes while its task still waits; others are served, and the request goes on."""
+    stream = engine.submit("waits", **{**GREEDY, "max_new_tokens": 200})
+    other = engine.submit("loops", **{**GREEDY, "max_new_tokens": 200})
+
+    async def wait() -> None:
+        await stream
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert len(other.result().token_ids) == 200
+    assert len(stream.result().token_ids) == 200
+    assert asyncio.run(again(stream)).token_ids == stream.result().token_ids
+    task.get_coro().close()  # type: ignore[union-attr]
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def again(stream: Stream) -> Completion:
+    return await stream
 
 
 def test_sixteen_requests_read_a_shared_prefix_once(tiny: Path) -> None:

@@ -120,6 +120,31 @@ def test_closing_gives_the_memory_back_though_things_are_still_held(tmp_path: Pa
     assert len(held) == 7
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there the cache's pages are taken at opening")
+def test_closing_gives_the_cache_back_though_the_store_is_held(tmp_path: Path) -> None:
+    """M01, M02: small weights, a hundred megabytes of used cache; the store, its pools and a result stay held."""
+    tiny_llama(tmp_path, num_hidden_layers=4, head_dim=256, num_key_value_heads=4)
+    process = psutil.Process()
+    with FlashEngine(tmp_path, max_model_len=64) as warm_up:  # first use of torch allocates for good
+        warm_up.generate("x", max_new_tokens=2)
+    gc.collect()
+    engine = FlashEngine(tmp_path, max_model_len=1024, max_batch_size=4, prefill_chunk_size=64)
+    opened = process.memory_info().rss
+    prompts = [[(7 * i + j * j) % 280 for j in range(1000)] for i in range(4)]
+    held = [
+        engine._runtime.store,
+        *engine._runtime.store.pools,
+        engine.generate(prompt_token_ids=prompts, max_tokens=1),
+    ]
+    cache = 4 * 1000 * 4 * 2 * 4 * 256 * 4  # sequences, tokens, layers, k and v, heads, dimensions, fp32
+    used = process.memory_info().rss - opened
+    assert used > cache * 0.9
+    engine.close()
+    left = process.memory_info().rss - opened
+    assert left < cache * 0.25, f"{left / 2**20:.0f} MiB of {used / 2**20:.0f} stayed"
+    assert held
+
+
 def test_dropping_the_engine_closes_it(tiny: Path) -> None:
     """Z01: no close(), no with: garbage collection ends the thread."""
     threads = threading.active_count()
@@ -139,6 +164,12 @@ def test_copies_and_pickles(engine: FlashEngine) -> None:
     assert copy.deepcopy({"llm": engine})["llm"] is engine
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(engine)
+    stream = engine.submit("copy me", max_new_tokens=2)
+    assert copy.deepcopy([stream])[0] is copy.copy(stream) is stream
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(stream)
+    done = stream.result()
+    assert pickle.loads(pickle.dumps(done)) == copy.deepcopy(done) == done
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -181,6 +212,7 @@ def test_a_forked_child_gets_a_clear_error(engine: FlashEngine) -> None:
         "it = iter(engine.stream('x', max_new_tokens=2000, ignore_eos=True)); next(it)",
         "import threading; threading.Thread(target=engine.generate, args=('x',), daemon=True).start()",
         "import threading; threading.Thread(target=engine.generate, args=('x',)).start()",
+        "from concurrent.futures import ThreadPoolExecutor as P; list(P(8).map(engine.generate, ['x', 'y'] * 20))",
         "engine.cycle = engine",
         "engine.close()",
         "import builtins; builtins.keep = engine",
@@ -224,10 +256,11 @@ def test_ctrl_c_interrupts_and_leaves_the_engine_usable(tiny: Path, call: str) -
                 print("free")
                 break
             time.sleep(0.01)
+        print(engine.describe()["counters"]["requests_cancelled"])
         """,
         str(tiny),
     )
-    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "3", "free"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "3", "free", "1"]), done.stderr
 
 
 def test_signal_handlers_and_torch_defaults_stay_as_they_were(tiny: Path) -> None:
@@ -252,6 +285,25 @@ def test_signal_handlers_and_torch_defaults_stay_as_they_were(tiny: Path) -> Non
         str(tiny),
     )
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_seeds_hold_across_processes_and_fresh_ones_differ(tiny: Path) -> None:
+    """G08: a seed gives the same tokens in every process; without one, the first answer of each process is new."""
+    told = [
+        python(
+            """
+            import sys
+            from deepseek_flash import FlashEngine
+            with FlashEngine(sys.argv[1], max_model_len=64) as engine:
+                print(engine.generate("roll", max_new_tokens=16, ignore_eos=True).token_ids)
+                print(engine.generate("roll", max_new_tokens=16, ignore_eos=True, seed=11).token_ids)
+            """,
+            str(tiny),
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]
+    assert told[0][1] == told[1][1]
+    assert len({told[0][0], told[1][0], told[0][1]}) == 3
 
 
 def test_import_order_does_not_matter(tiny: Path) -> None:

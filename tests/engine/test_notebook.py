@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import multiprocessing
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from deepseek_flash import FlashEngine
@@ -33,13 +36,35 @@ def test_stdout_is_none(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_open_and_call_inside_a_running_loop(tiny: Path) -> None:
-    """N02, N07: sync calls work where a loop already runs, and the loop is the user's, untouched."""
-    loop = asyncio.get_running_loop()
+    """N02, N07: sync calls work where a loop already runs, and the loop is the user's, untouched. N02, N03: the
+    engine is one thread of this process, never another process."""
+    loop, process = asyncio.get_running_loop(), psutil.Process()
+    before = process.children(recursive=True)
     with FlashEngine(tiny, max_model_len=64) as engine:
+        assert process.children(recursive=True) == before
         many = engine.generate(["a", "b"], max_new_tokens=3, ignore_eos=True)
         assert [len(m.token_ids) for m in many] == [3, 3]
         assert len((await engine.agenerate("c", max_new_tokens=3, ignore_eos=True)).token_ids) == 3
+        assert process.children(recursive=True) == before
     assert asyncio.get_running_loop() is loop
+    assert multiprocessing.active_children() == []
+
+
+def test_N07_sync_calls_need_no_event_loop(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N07: none is made, none is looked for."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        pytest.fail("a sync call wants an event loop")
+
+    for name in ("new_event_loop", "get_event_loop", "get_running_loop", "set_event_loop", "run", "create_task"):
+        monkeypatch.setattr(asyncio, name, refuse)
+    with FlashEngine(tiny, max_model_len=128) as engine:
+        options: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}
+        assert [len(c.token_ids) for c in engine.generate(["a", "b"], **options)] == [3, 3]
+        assert len(engine.chat([{"role": "user", "content": "x"}], **options).token_ids) == 3
+        assert len(list(engine.stream("x", **options))) == 3
+        assert engine.submit("x", **options).result(timeout=30).finish_reason == "length"
+        assert len(engine.score("x y").logprobs) == len(engine.tokenize("x y"))
 
 
 def test_cells_in_a_real_kernel(tiny: Path) -> None:
