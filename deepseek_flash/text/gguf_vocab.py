@@ -26,6 +26,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_TOKENS = 1 << 22
 MAX_PIECE = 1024
 """Characters of a sentencepiece token; its possible splits are tried one by one."""
+MAX_SPLITTING = 1 << 26
+"""Characters that are looked at, and kept at most, for all splits of all sentencepiece tokens; real vocabularies need
+up to 20 million."""
 SPACE = "\u2581"
 
 _KEY = "tokenizer.ggml."
@@ -220,9 +223,12 @@ def _merges_from_scores(
         raise meta.bad(f"{_KEY}scores is missing, and there are no merges either")
     pieces = {t: i for t, i in vocab.items() if types[i] in (0, NORMAL)}
     found: list[tuple[float, str, str]] = []
+    longest = max(pieces, key=len, default="")
+    if len(longest) > MAX_PIECE:
+        raise meta.bad(f"token {pieces[longest]} has {len(longest):,} characters; at most {MAX_PIECE:,} are read")
+    if (work := sum(len(t) ** 2 for t in pieces)) > MAX_SPLITTING:
+        raise meta.bad(f"the splits of all tokens have {work:,} characters; at most {MAX_SPLITTING:,} are tried")
     for token, i in pieces.items():
-        if len(token) > MAX_PIECE:
-            raise meta.bad(f"token {i} has {len(token):,} characters; at most {MAX_PIECE:,} are read")
         if not math.isfinite(scores[i]):
             raise meta.bad(f"{_KEY}scores[{i}] is {scores[i]}")
         splits = [(token[:k], token[k:]) for k in range(1, len(token))]

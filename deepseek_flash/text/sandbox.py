@@ -57,6 +57,18 @@ _REFUSED_STRING_METHODS = (
     "zfill",
 )
 # fmt: on
+_COPYING = frozenset(("capitalize", "lower", "reverse", "trim", "truncate", "upper"))
+"""Filters that make a string of their input's length."""
+_ITERATING = frozenset(
+    ("map", "max", "min", "reject", "rejectattr", "select", "selectattr", "sort", "sum", "title", "unique", "wordcount")
+)
+"""Filters that look at the items of their input one by one, the characters of a string too."""
+ITEM = 8
+"""Characters that an item of a list counts for: what its reference takes."""
+VISIT = 32
+"""Characters that an item counts for which a filter looks at: the time that takes."""
+PIECE = 64
+"""Characters that a string cut out of another counts for."""
 _SAFE_TIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%])*", re.DOTALL)
 
 
@@ -200,6 +212,8 @@ def _replace(eval_ctx: nodes.EvalContext, s: Any, old: Any, new: Any, count: int
 
 
 def _join(value: Any, d: str = "", attribute: Any = None) -> str:
+    if isinstance(value, str):
+        _charge(text=ITEM * len(value))
     items = list(value)
     if attribute is not None:
         items = [item.get(attribute, "") if isinstance(item, Mapping) else "" for item in items]
@@ -222,18 +236,38 @@ def _string(value: Any) -> str:
     return _text(value)
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, refusing huge integer arguments. ``wraps`` keeps Jinja's mark for context arguments."""
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, charged for what it goes through and refusing huge integer arguments.
+
+    ``wraps`` keeps Jinja's mark for context arguments.
+    """
+    start = 2 if hasattr(function, "jinja_pass_arg") else 1
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        start = 2 if hasattr(function, "jinja_pass_arg") else 1
         for arg in (*args[start:], *kwargs.values()):
             if isinstance(arg, int) and abs(arg) > MAX_INTEGER:
                 raise SecurityError(f"a filter argument of {arg} is too large")
+        value = args[start - 1] if len(args) >= start else None
+        if isinstance(value, (str, list, tuple, dict, range)):
+            if name in _ITERATING:
+                _charge(text=VISIT * len(value))
+            elif name == "list":
+                _charge(text=ITEM * len(value))
+            elif name in _COPYING:
+                _charge(text=len(value))
         return function(*args, **kwargs)
 
     return call
+
+
+def _check_split(text: str, name: str, args: tuple[Any, ...]) -> None:
+    """Charge for the pieces that ``text.split(…)`` or one of its kin is going to make."""
+    separator = args[0] if name != "splitlines" and args else None
+    if isinstance(separator, str) and separator:
+        _charge(text=len(text) + PIECE * text.count(separator))
+    else:  # at white space, which is counted as if half of the text were such
+        _charge(text=4 * len(text))
 
 
 class _SafeNamespace(Namespace):
@@ -293,6 +327,13 @@ class _Count(NodeTransformer):
 
     visit_List = visit_Tuple = visit_Dict = _literal
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = [end or nodes.Const(None) for end in (node.arg.start, node.arg.stop, node.arg.step)]
+        return self._call("sliced", [node.node, *ends], node)
+
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
         if node.attr.startswith("_"):
             raise SecurityError(f"a namespace cannot hold {node.attr!r}")
@@ -317,10 +358,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=_finalize
         )
-        self.filters = {name: _bounded(self.filters[name]) for name in _FILTERS}
-        self.filters.update(
-            tojson=_to_json, replace=_replace, join=_join, indent=_bounded(_indent), string=_string, safe=_string
-        )
+        self.filters = {name: _bounded(name, self.filters[name]) for name in _FILTERS}
+        indent = _bounded("indent", _indent)
+        self.filters.update(tojson=_to_json, replace=_replace, join=_join, indent=indent, string=_string, safe=_string)
         self.globals = {
             "range": self.globals["range"],
             "dict": _make_dict,
@@ -343,6 +383,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         parts = [_text(v) for v in values]
         _charge(text=sum(len(p) for p in parts))
         return "".join(parts)
+
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        if isinstance(value, (str, list, tuple)):
+            count = len(range(len(value))[start:stop:step])
+            _charge(text=count if isinstance(value, str) else ITEM * count)
+        return value[start:stop:step]
 
     def checked(self, value: Any) -> Any:
         _charge(text=_measure(value, MAX_LITERAL))
@@ -403,7 +449,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
                 _check_replace(owner, args[0], args[1])
             elif name == "join" and len(args) == 1:
+                if isinstance(args[0], str):
+                    _charge(text=ITEM * len(args[0]))
                 return _join([*args[0]], owner)
+            elif name in ("split", "rsplit", "splitlines"):
+                _check_split(owner, name, args)
         result = super().call(context, obj, *args, **kwargs)
         if isinstance(result, str):
             _charge(text=len(result))

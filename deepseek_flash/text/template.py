@@ -6,6 +6,12 @@ every piece at a string's border that could join with its neighbours into one, i
 that occurs nowhere else; after rendering, what still spells a control token is the template's, and the private
 character is taken out of the rest. Templates can trim, compare, join and split the strings as usual meanwhile.
 
+A template may also assemble a spelling out of text that had none: by taking characters out, changing case, reversing.
+So the messages are rendered a second time, with every character that occurs in a control token masked by a private
+one, which no template can turn into a control token. If the two renderings differ in their control tokens, the second
+one is the prompt. (Single words outside the contents, such as the type of a tool, are compared by templates and not
+masked.)
+
 One exception, because reasoning templates cut earlier answers at ``</think>``: in assistant messages ``<think>`` and
 ``</think>`` are left whole if the template's source mentions them.
 """
@@ -13,9 +19,11 @@ One exception, because reasoning templates cut earlier answers at ``</think>``: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jinja2
 
@@ -31,8 +39,9 @@ MAX_INPUT = 16 * 1024 * 1024
 """Characters in all messages and variables together."""
 MAX_NESTING = 64
 
+_WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}", re.ASCII)
 _THINK = ("<think>", "</think>")
-_PRIVATE = re.compile("[\ue000-\uf8ff]")
+_PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 
 
 class ChatTemplate:
@@ -82,28 +91,38 @@ class ChatTemplate:
         chat = [_message(m, i) for i, m in enumerate(_listed(messages))]
         variables = {"tools": None, "documents": None, **_plain(variables, "variable", 0)}
         strings = [*_strings(chat), *_strings(variables)]
+        generate = add_generation_prompt and not continue_final
         if (size := sum(map(len, strings))) > MAX_INPUT:
             raise RequestError(
                 f"the messages have {size:,} characters; at most {MAX_INPUT:,} can be rendered", parameter="messages"
             )
-        wall, cut = _private_characters([self.source, *strings])
-        chat = [self._protected_message(m, wall) for m in chat]
-        variables = {
-            k: self._inert.protect(v, wall, whole=False) if isinstance(v, str) else self._protected(v, wall)
-            for k, v in variables.items()
-        }
-        if continue_final:
-            add_generation_prompt = False
-            final = _open_final(chat, cut)
-        text = self._run(chat, variables, add_generation_prompt, wall, cut)
-        if continue_final:
-            text = _cut_final(text, final, cut)
-        return self._inert.segments(text, wall)
+        private = _private_characters([self.source, *strings])
+        cut, wall = next(private), next(private)
+        segments = self._rendered(chat, variables, generate, _Walls(self._inert, wall), cut if continue_final else "")
+        if not self._inert.alphabet.isdisjoint("".join(strings)):
+            masks = _Masks({c: next(private) for c in sorted(self._inert.alphabet)}, _Walls(self._inert, wall))
+            masked = self._rendered(chat, variables, generate, masks, cut if continue_final else "")
+            if [s for s in masked if s.markup] != [s for s in segments if s.markup]:
+                return masked
+        return segments
 
-    def _run(self, chat: list[Any], variables: dict[str, Any], generate: bool, wall: str, cut: str) -> str:
+    def _rendered(
+        self, chat: list[dict[str, Any]], variables: dict[str, Any], generate: bool, guise: _Guise, cut: str
+    ) -> list[Segment]:
+        """What the template makes of the messages, shown to it in a guise. ``cut``: marks the end of the last message,
+        after which the text is left out."""
+        chat = [self._shown_message(m, guise) for m in chat]
+        variables = {
+            k: guise.show(v, "variable") if isinstance(v, str) else self._shown(v, guise) for k, v in variables.items()
+        }
+        final = _open_final(chat, cut) if cut else ""
+        text = self._run(chat, variables, generate, guise, cut)
+        return self._inert.segments(_cut_final(text, final, cut) if cut else text, guise)
+
+    def _run(self, chat: list[Any], variables: dict[str, Any], generate: bool, guise: _Guise, cut: str) -> str:
         template = self._template
         try:
-            with budget(kept=wall + cut):
+            with budget(kept=guise.private + cut):
                 return template.render(
                     {"bos_token": self.bos, "eos_token": self.eos}
                     | variables
@@ -113,29 +132,79 @@ class ChatTemplate:
             reason = f"the chat template refused the messages: {_reason(e)}"
         except Exception as e:  # a stranger's code can fail in any way; its caller gets one kind of error
             reason = f"the chat template failed on these messages: {_reason(e)}"
-        raise ChatTemplateError(reason.replace(wall, "").replace(cut, ""), parameter="messages")
+        reason = guise.undo(reason)
+        raise ChatTemplateError(reason.replace(cut, "") if cut else reason, parameter="messages")
 
-    def _protected_message(self, message: dict[str, Any], wall: str) -> dict[str, Any]:
+    def _shown_message(self, message: dict[str, Any], guise: _Guise) -> dict[str, Any]:
         keep = self._unprotected if message["role"] == "assistant" else ()
-        return {
-            k: v if k == "role" else self._protected(v, wall, keep if k == "content" else ())
-            for k, v in message.items()
-        }
+        shown = {}
+        for key, value in message.items():
+            if key == "content" and isinstance(value, str):
+                pieces = re.split("(" + "|".join(map(re.escape, keep)) + ")", value) if keep else [value]
+                shown[key] = "".join(p if p in keep else guise.show(p, "content") for p in pieces)
+            else:
+                shown[self._key(key, guise)] = value if key == "role" else self._shown(value, guise)
+        return shown
 
-    def _protected(self, value: Any, wall: str, keep: tuple[str, ...] = ()) -> Any:
+    def _shown(self, value: Any, guise: _Guise) -> Any:
         if isinstance(value, str):
-            if not keep:
-                return self._inert.protect(value, wall)
-            pieces = re.split("(" + "|".join(map(re.escape, keep)) + ")", value)
-            return "".join(p if p in keep else self._inert.protect(p, wall) for p in pieces)
+            return guise.show(value, "field")
         if isinstance(value, dict):
-            return {
-                k if k.isidentifier() else self._inert.protect(k, wall): self._protected(v, wall)
-                for k, v in value.items()
-            }
+            return {self._key(k, guise): self._shown(v, guise) for k, v in value.items()}
         if isinstance(value, list):
-            return [self._protected(v, wall) for v in value]
+            return [self._shown(v, guise) for v in value]
         return value
+
+    def _key(self, key: str, guise: _Guise) -> str:
+        """Names by which a template reads a value are left as they are."""
+        return key if key.isidentifier() and not self._inert.spelled_in(key) else guise.show(key, "field")
+
+
+Place = Literal["content", "field", "variable"]
+"""Of a string: the content of a message, anywhere else in one (or deeper in a variable), a variable itself."""
+
+
+class _Guise(Protocol):
+    """How a user's strings look to the template, so that they are inert."""
+
+    @property
+    def private(self) -> str:
+        """The private characters in use."""
+
+    def show(self, text: str, place: Place) -> str:
+        """The string as the template sees it."""
+
+    def undo(self, text: str) -> str:
+        """The user's characters again, in text that the template wrote."""
+
+
+class _Walls:
+    """Spellings are broken up; everything else stays as it is."""
+
+    def __init__(self, inert: _Inert, wall: str) -> None:
+        self._inert, self.private = inert, wall
+
+    def show(self, text: str, place: Place) -> str:
+        return self._inert.protect(text, self.private, whole=place != "variable")
+
+    def undo(self, text: str) -> str:
+        return text.replace(self.private, "")
+
+
+class _Masks:
+    """Every character that occurs in a control token is a private one; words outside the contents get walls."""
+
+    def __init__(self, masks: Mapping[str, str], walls: _Walls) -> None:
+        self._walls, self.private = walls, walls.private + "".join(masks.values())
+        self._table, self._back = str.maketrans(dict(masks)), str.maketrans({m: c for c, m in masks.items()})
+
+    def show(self, text: str, place: Place) -> str:
+        if place != "content" and _WORD.fullmatch(text):
+            return self._walls.show(text, place)
+        return text.translate(self._table)
+
+    def undo(self, text: str) -> str:
+        return self._walls.undo(text.translate(self._back))
 
 
 class _Inert:
@@ -144,6 +213,9 @@ class _Inert:
     def __init__(self, specials: Sequence[str]) -> None:
         self._specials = tuple(dict.fromkeys(s for s in specials if s))
         self._pattern = spelling_pattern(self._specials)
+        letters = "".join(self._specials)
+        self.alphabet = frozenset(letters + letters.lower() + letters.upper()).difference(string.whitespace)
+        """Characters that occur in a control token, in either case."""
         self._longest = max(map(len, self._specials), default=0)
         self._heads = {s[:i] for s in self._specials for i in range(1, len(s))}
         self._tails = {s[i:] for s in self._specials for i in range(1, len(s))}
@@ -180,12 +252,15 @@ class _Inert:
             start = match.start() + 1
         return "".join(out) + text[start:] if out else text
 
-    def segments(self, text: str, wall: str) -> list[Segment]:
+    def spelled_in(self, text: str) -> bool:
+        return self._pattern is not None and self._pattern.search(text) is not None
+
+    def segments(self, text: str, guise: _Guise) -> list[Segment]:
         """Rendered text cut at the control tokens that are still whole."""
         out: list[Segment] = []
 
         def plain(piece: str) -> None:
-            if piece := piece.replace(wall, ""):
+            if piece := guise.undo(piece):
                 out.append(Segment(piece, markup=False))
 
         start = 0
@@ -258,9 +333,12 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         raise RequestError(f"{where} is nested more than {MAX_NESTING} deep", parameter="messages")
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value) if type(value) is not kind else value
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enum too, whose own __str__ is its name
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -286,14 +364,13 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(v)
 
 
-def _private_characters(texts: Iterable[str]) -> tuple[str, str]:
-    """Two private-use characters that occur in none of the texts."""
+def _private_characters(texts: Iterable[str]) -> Iterator[str]:
+    """Private-use characters that occur in none of the texts, in an order that no template can foresee."""
     used = set(chain.from_iterable(_PRIVATE.findall(t) for t in texts))
-    free = (chr(c) for c in range(0xE000, 0xF900) if chr(c) not in used)
-    found = [c for c, _ in zip(free, range(2), strict=False)]
-    if len(found) < 2:
-        raise RequestError("the messages use every private-use character of Unicode", parameter="messages")
-    return found[0], found[1]
+    for plane in (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)):
+        first = secrets.randbelow(len(plane))
+        yield from (c for i in range(len(plane)) if (c := chr(plane[(first + i) % len(plane)])) not in used)
+    raise RequestError("the messages use every private-use character of Unicode", parameter="messages")
 
 
 def _open_final(chat: list[dict[str, Any]], cut: str) -> str:

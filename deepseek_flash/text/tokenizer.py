@@ -27,12 +27,16 @@ from deepseek_flash.text.detokenize import (
 )
 from deepseek_flash.text.gguf_vocab import read_vocab
 from deepseek_flash.text.markers import Marker, Markers, Segment, strip_beside
-from deepseek_flash.text.tokenizer_files import read_folder
+from deepseek_flash.text.tokenizer_files import library_errors, read_folder, state_of
 
 if TYPE_CHECKING:
     from deepseek_flash.text.template import ChatTemplate
 
 MAX_ID = 1 << 24
+MAX_MARKER = 256
+"""Characters of a control token."""
+MAX_MARKERS = 1 << 20
+"""Characters of all control tokens together; real vocabularies have up to six thousand short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,9 @@ class Tokenizer:
     ) -> None:
         full.no_truncation()
         full.no_padding()
+        if getattr(full.model, "dropout", None):  # random merges are for training
+            full.model.dropout = None
+        _check_markers(markers)
         self._full = full
         self._plain, self._inner = _plain_encoders(full)
         control = [m for m in markers if not m.is_text]
@@ -103,6 +110,11 @@ class Tokenizer:
         bos_id, eos_id = _named_id(files.bos, vocab), _named_id(files.eos, vocab)
         if bos_id is None and files.bos is None and len(prefix) == 1:
             bos_id = prefix[0]
+        if stray := [i for i in (*prefix, *suffix) if i >= size]:
+            raise FormatError(
+                f"{files.file}: the post_processor adds the id {stray[0]}; the vocabulary ends at {size - 1}",
+                file=files.file,
+            )
         prefix = _said(files.add_bos, bos_id, prefix)
         suffix = _said(files.add_eos, eos_id, suffix)
         markers = _with_named(markers, full, (bos_id, eos_id))
@@ -149,7 +161,7 @@ class Tokenizer:
         """
         _check_text(text)
         if parse_special:
-            ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
+            ids: list[int] = _encoded(self._full, text).ids
         else:
             ids = self._encode_text(text, first=True)
         return self._framed(ids, self._suffix) if add_special_tokens else ids
@@ -181,7 +193,8 @@ class Tokenizer:
         if self._spelling.kind == "other":
             for i in ids:
                 self._check_id(i)
-            text: str = self._full.decode(ids, skip_special_tokens=skip_special_tokens)
+            with library_errors("the model's tokenizer failed to decode"):
+                text: str = self._full.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
         piece = self._shown if skip_special_tokens else self._piece
         return decode_bytes(map(piece, ids), self._spelling.strip_space)
@@ -232,7 +245,7 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, text: str, encoder: tokenizers.Tokenizer) -> list[int]:
-        encoding = encoder.encode(text, add_special_tokens=False)
+        encoding = _encoded(encoder, text)
         ids: list[int] = encoding.ids
         if self._control_ids.isdisjoint(ids):
             return ids
@@ -306,13 +319,18 @@ def _check_text(text: str) -> None:
         ) from None
 
 
+def _encoded(encoder: tokenizers.Tokenizer, text: str, *, framed: bool = False) -> tokenizers.Encoding:
+    with library_errors("the model's tokenizer cannot encode a text"):
+        return encoder.encode(text, add_special_tokens=framed)
+
+
 def _plain_encoders(full: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
     """Encoders without added tokens, on the same model: for the start of a prompt, and for text further in.
 
     They differ only for vocabularies that put a space before the first word of a prompt and nowhere else.
     """
     plain = _without_added(full, full.pre_tokenizer)
-    state = _state(full.pre_tokenizer)
+    state = state_of(full.pre_tokenizer)
     if '"prepend_scheme":"first"' not in state:
         return plain, plain
     inner = json.loads(state.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"'))
@@ -338,14 +356,9 @@ def _without_added(full: tokenizers.Tokenizer, pre_tokenizer: Any) -> tokenizers
     return plain
 
 
-def _state(part: Any) -> str:
-    """A tokenizer part as JSON."""
-    return "null" if part is None else part.__getstate__().decode("utf-8")
-
-
 def _spelling_of(full: tokenizers.Tokenizer) -> _Spelling:
     """Which bytes tokens stand for, read off the decoder."""
-    spec = json.loads(_state(full.decoder))
+    spec = json.loads(state_of(full.decoder))
     steps = spec.get("decoders", [spec]) if isinstance(spec, dict) else []
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -363,6 +376,20 @@ def _spelling_of(full: tokenizers.Tokenizer) -> _Spelling:
     ):
         return _Spelling("other")
     return _Spelling("pieces", byte_fallback="ByteFallback" in kinds, strip_space=strip is not None)
+
+
+def _check_markers(markers: Sequence[Marker]) -> None:
+    longest = max(markers, key=lambda m: len(m.text), default=None)
+    if longest is not None and len(longest.text) > MAX_MARKER:
+        raise FormatError(
+            f"the tokenizer's added token {longest.id} has {len(longest.text):,} characters ({longest.text[:40]!r}…); "
+            f"at most {MAX_MARKER} are possible"
+        )
+    if (total := sum(len(m.text) for m in markers)) > MAX_MARKERS:
+        raise FormatError(
+            f"the tokenizer's {len(markers):,} added tokens have {total:,} characters; at most {MAX_MARKERS:,} are "
+            f"possible"
+        )
 
 
 def _markers_of(full: tokenizers.Tokenizer) -> list[Marker]:
@@ -384,8 +411,8 @@ def _with_named(markers: list[Marker], full: tokenizers.Tokenizer, ids: Iterable
 
 def _frame_of(full: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """What the post-processor puts before and after a text, found by trying."""
-    bare = full.encode("a", add_special_tokens=False).ids
-    framed = full.encode("a", add_special_tokens=True).ids
+    bare = _encoded(full, "a").ids
+    framed = _encoded(full, "a", framed=True).ids
     for start in range(len(framed) - len(bare) + 1):
         if framed[start : start + len(bare)] == bare:
             return framed[:start], framed[start + len(bare) :]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from deepseek_flash.errors import FormatError
+from deepseek_flash.errors import FormatError, ModelError
 
-MAX_BYTES = 256 * 1024 * 1024
-"""Of a tokenizer.json; the largest in use are about 20 MB."""
+MAX_BYTES = 64 * 1024 * 1024
+"""Of a tokenizer.json; the largest in use are about 33 MB."""
+MAX_GROWTH = 64
+"""Times that a tokenizer part may lengthen a text; sentencepiece vocabularies need 4."""
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
@@ -59,21 +64,63 @@ def _missing(folder: Path) -> str:
 
 def _load(file: Path) -> tokenizers.Tokenizer:
     text = _read(file, MAX_BYTES)
+    with library_errors(f"{file}: not a usable tokenizer", str(file)):
+        full = tokenizers.Tokenizer.from_str(text)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        times = _growth(json.loads(state_of(getattr(full, name))))
+        if times > MAX_GROWTH:
+            raise FormatError(
+                f"{file}: the {name} makes texts up to {times:,} times longer; at most {MAX_GROWTH} is allowed",
+                file=str(file),
+            )
+    return full
+
+
+@contextmanager
+def library_errors(what: str, file: str = "") -> Iterator[None]:
+    """A FormatError for whatever the ``tokenizers`` library raises inside the block.
+
+    It raises plain Exception, and on some inputs a Rust panic, which derives from BaseException.
+    """
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        yield
     except BaseException as e:
-        # The library raises plain Exception, and on some inputs a Rust panic, which derives from BaseException.
         if isinstance(e, Exception) or type(e).__name__ == "PanicException":
-            raise FormatError(f"{file}: not a usable tokenizer: {str(e)[:500]}", file=str(file)) from None
+            raise FormatError(f"{what}: {str(e)[:500]}", file=file) from None
         raise
 
 
+def state_of(part: Any) -> str:
+    """A tokenizer part as JSON."""
+    return "null" if part is None else str(part.__getstate__().decode("utf-8"))
+
+
+def _growth(part: Any) -> int:
+    """How many times longer a part can make a text, about. The library ends the process when memory runs out, so a
+    file that asks for such growth must not reach it."""
+    if isinstance(part, list):
+        return math.prod(_growth(p) for p in part)
+    if not isinstance(part, dict):
+        return 1
+    kind = part.get("type")
+    if kind == "TemplateProcessing":
+        inserted = [len(token["ids"]) for token in part["special_tokens"].values()]
+        return len(part["single"]) * max([1, *inserted])
+    if kind in ("Replace", "Prepend"):
+        return 1 + len(part["content" if kind == "Replace" else "prepend"])
+    if kind in ("ByteLevel", "Metaspace"):
+        return 2
+    return math.prod(_growth(p) for p in part.values() if isinstance(p, list))
+
+
 def _read(file: Path, limit: int) -> str:
-    size = file.stat().st_size
-    if size > limit:
-        raise FormatError(f"{file}: {size:,} bytes; at most {limit:,} are read", file=str(file))
     try:
+        size = file.stat().st_size
+        if size > limit:
+            raise FormatError(f"{file}: {size:,} bytes; at most {limit:,} are read", file=str(file))
         return file.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ModelError(f"cannot read {file}: {e.strerror or e}") from e
     except UnicodeDecodeError as e:
         raise FormatError(f"{file}: not UTF-8 at byte {e.start}", file=str(file), offset=e.start) from None
 
