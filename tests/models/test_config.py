@@ -137,6 +137,35 @@ def test_yarn_magnitude_is_given_or_a_ratio_or_grows_with_the_factor() -> None:
     assert frequencies(16, 1e4, RopeScaling("yarn", factor=8.0, original=64, magnitude=1.3))[1] == 1.3
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"mscale": 0.5},
+        {"mscale_all_dim": 0.5},
+        {"attention_factor": 1.3, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"beta_fast": 20, "beta_slow": 2, "truncate": False},
+    ],
+    ids=str,
+)
+def test_Q01_Q02_yarn_equals_transformers_far_out(over: dict[str, Any]) -> None:
+    """Q01, Q02: angles and magnitude at positions far beyond the old context, for every mix of the two factors."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, **over}
+    config = LlamaConfig(**{**LLAMA, "rope_theta": None}, rope_parameters={**yarn, "rope_theta": 5000.0})
+    inv_freq, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = _read(rope_scaling=yarn).rope
+    at = torch.tensor([0, 63, 64, 2559])
+    cos, sin = Rotary(rope.rot, rope.theta, rope.scaling).rows(at, 2560)
+    angle = at[:, None] * inv_freq
+    torch.testing.assert_close(cos[:, 0, :8], angle.cos() * magnitude, rtol=0, atol=1e-3)
+    torch.testing.assert_close(sin[:, 0, 8:], angle.sin() * magnitude, rtol=0, atol=1e-3)
+
+
 def test_part_of_a_head_may_turn() -> None:
     rope = _read(partial_rotary_factor=0.5).rope
     assert rope.rot == 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from deepseek_flash.errors import RequestError
-from deepseek_flash.text.detokenize import byte_glyphs, byte_level_piece, sentencepiece_piece
+from deepseek_flash.text.detokenize import DiffDetokenizer, byte_glyphs, byte_level_piece, sentencepiece_piece
 from deepseek_flash.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML, bpe_metadata, byte_bpe, sentencepiece_metadata
 
@@ -144,6 +144,25 @@ def test_S03_other_decoders_stream_too(tmp_path):
     assert other.token_bytes(ids[0]) is None
     with pytest.raises(RequestError):
         other.decode([10**6])
+
+
+def test_S03_where_only_the_whole_decodes_a_genuine_replacement_character_waits_for_what_follows():
+    """S03: an unfinished character looks the same there, so up to three are held, and streaming goes on after them."""
+
+    def out(text: str) -> list[str]:
+        detokenizer = DiffDetokenizer(lambda ids: "".join(map(chr, ids)))
+        return [*(detokenizer.push(ord(c)) for c in text), detokenizer.finish()]
+
+    assert out("a\ufffdbc") == ["a", "", "\ufffdb", "c", ""]
+    assert out("\ufffd" * 5 + "x") == ["", "", "", "\ufffd", "\ufffd", "\ufffd" * 3 + "x", ""]
+    assert out("a\ufffd") == ["a", "", "\ufffd"]
+
+
+def test_S01_where_only_the_whole_decodes_an_unfinished_character_is_held():
+    raw = "é世😀!".encode()
+    detokenizer = DiffDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    assert [detokenizer.push(b) for b in raw] == ["", "é", "", "", "世", "", "", "", "😀", "!"]
+    assert detokenizer.finish() == ""
 
 
 def test_special_tokens_are_left_out_unless_asked_for(byte_level):
