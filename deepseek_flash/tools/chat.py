@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from contextlib import suppress
 from typing import Any
 
 from deepseek_flash import FlashEngine, FlashError, Stream
@@ -15,7 +17,8 @@ HELP = "/reset forgets the conversation, /memory shows the memory table, /exit (
 def generate(options: argparse.Namespace) -> int:
     """Complete one prompt; only the answer goes to stdout."""
     params = _params(options)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    # `echo text |` and files end with a newline that nobody means as part of the prompt.
+    prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
     with _open(options) as engine:
         _show(engine.stream(prompt, params))
     return 0
@@ -59,11 +62,16 @@ def _turn(engine: FlashEngine, messages: list[dict[str, str]], params: SamplingP
 
 def _ask() -> str | None:
     """The next line; None at the end of input."""
-    if sys.stdin.isatty():
-        sys.stdout.write("> ")
-        sys.stdout.flush()
-    line = sys.stdin.readline()
-    return line.strip() if line else None
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    with suppress(ImportError):  # not on Windows, whose console edits lines by itself
+        importlib.import_module("readline")  # gives input() arrow keys and history
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
 
 
 def _show(stream: Stream) -> str:

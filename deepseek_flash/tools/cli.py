@@ -6,6 +6,7 @@ Only the standard library is imported here, so ``--help`` is instant; each comma
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from deepseek_flash import __version__
-from deepseek_flash.errors import FlashError
+from deepseek_flash.errors import FlashError, near_miss
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "folder, .gguf file, catalogue name, or Hub repo org/name[@revision][:file.gguf]"
@@ -23,11 +24,8 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 2 for an error the user can act on, 130 after Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character must not stop an answer half way.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    options = parser().parse_args(argv)
+    _streams()
+    options = _parse(sys.argv[1:] if argv is None else argv)
     module, _, function = options.run.partition(":")
     try:
         run: Callable[[Any], int] = getattr(import_module(f"deepseek_flash.tools.{module}"), function)
@@ -40,10 +38,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has left; point stdout elsewhere so that interpreter exit does not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has left
+        _forget_stdout()
         return 0
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _forget_stdout()
+        print(f"deepseek-flash: cannot go on: {e}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _streams() -> None:
+    """Standard streams that neither stop an answer half way nor are missing (``<&-``, ``pythonw``)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the whole process)
+        elif hasattr(stream, "reconfigure"):
+            # A character that the terminal cannot show, or bytes that are no text, become a substitute.
+            stream.reconfigure(errors="replace")
+
+
+def _forget_stdout() -> None:
+    """Point stdout elsewhere, so that interpreter exit does not complain about what it cannot write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; wrong use exits with 2, an unknown option with the nearest known one."""
+    top = parser()
+    if not argv:
+        top.print_help(sys.stderr)
+        raise SystemExit(USER_ERROR)
+    options, unknown = top.parse_known_args([a.encode(errors="surrogateescape").decode(errors="replace") for a in argv])
+    if unknown:
+        command: argparse.ArgumentParser = options.parser
+        known = [o for action in command._actions for o in action.option_strings]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near_miss(unknown[0].partition('=')[0], known)}")
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
 
     generate = _command(commands, "generate", "chat:generate", "complete a raw prompt and print it as it comes")
     generate.add_argument("model", help=MODEL_HELP)
-    generate.add_argument("prompt", help="the text to continue; '-' reads standard input")
+    generate.add_argument("prompt", help="the text to continue; '-' reads it from standard input")
     _sampling(generate)
 
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
@@ -78,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _command(commands: Any, name: str, run: str, text: str) -> argparse.ArgumentParser:
     added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    added.set_defaults(run=run)
+    added.set_defaults(run=run, parser=added)
     return added
 
 
@@ -88,18 +121,19 @@ def _sampling(command: argparse.ArgumentParser) -> None:
     none = argparse.SUPPRESS
     group.add_argument("--max-new-tokens", type=int, default=none, metavar="N", help="most tokens to produce")
     group.add_argument("--temperature", type=float, default=none, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, default=none, metavar="P")
-    group.add_argument("--top-k", type=int, default=none, metavar="K")
+    group.add_argument(
+        "--top-p", type=float, default=none, metavar="P", help="only the likeliest, up to sum P; 1 is off"
+    )
+    group.add_argument("--top-k", type=int, default=none, metavar="K", help="only the K likeliest; 0 is off")
     group.add_argument("--seed", type=int, default=none, metavar="N", help="same seed, same answer")
     group.add_argument("--stop", action="append", default=none, metavar="TEXT", help="end there; may be repeated")
     command.add_argument("--max-model-len", type=int, default=None, metavar="N", help="longest context, in tokens")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import argparse
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from deepseek_flash.tools import STARTED
+from deepseek_flash.tools.screen import Screen
 
 QUESTION = "What is the capital of France, and what is it known for?"
 DOCUMENT = (
@@ -22,17 +22,17 @@ DOCUMENT = (
 QUESTIONS = (
     "Who built the lighthouse?",
     "How tall is the lighthouse?",
-    "When is the museum open?",
-    "How long does the boat take?",
-    "What colour is the lighthouse?",
-    "Are there cars on the island?",
+    "When was the lighthouse built?",
+    "How long does the crossing take?",
+    "What is the name of the island?",
+    "What is the old house today?",
 )
 ANSWER_TOKENS = 24
 
 
 def run(options: argparse.Namespace) -> int:
     """Open the model, stream one answer, run several requests at once, show the memory."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(highlight=False, soft_wrap=True)
     console.print(f"[bold]Opening[/] {escape(options.model)} …")
     begin = time.monotonic()
     from deepseek_flash import FlashEngine
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(console: Console, engine: Any, seconds: float) -> None:
+def _opened(console: Screen, engine: Any, seconds: float) -> None:
     about = engine.describe()
     model, limits, cache = about["model"], about["limits"], about["cache"]
     console.print(
@@ -60,7 +60,7 @@ def _conversation(engine: Any, text: str) -> Any:
     return [{"role": "user", "content": text}] if engine.describe()["model"]["chat_template"] else text
 
 
-def _answer(console: Console, engine: Any, length: int) -> None:
+def _answer(console: Screen, engine: Any, length: int) -> None:
     console.print(f"\n[bold]Streaming[/]  {QUESTION}")
     stream = engine.submit(_conversation(engine, QUESTION), temperature=0.0, max_new_tokens=length)
     first = None
@@ -78,7 +78,7 @@ def _answer(console: Console, engine: Any, length: int) -> None:
     )
 
 
-def _side_by_side(console: Console, engine: Any) -> None:
+def _side_by_side(console: Screen, engine: Any) -> None:
     console.print(f"\n[bold]{len(QUESTIONS)} requests at once[/] about one shared document")
     room = engine.describe()["limits"]["max_model_len"] // 2
     document = engine.detokenize(engine.tokenize(DOCUMENT, add_special_tokens=False)[:room])
@@ -91,7 +91,7 @@ def _side_by_side(console: Console, engine: Any) -> None:
     seconds = time.monotonic() - begin
     for question, done in zip(QUESTIONS, results, strict=True):
         usage = done.usage
-        console.print(f"  {question:<32}[dim]{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens shared[/]")
+        console.print(f"  {question:<34}[dim]{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens shared[/]")
         console.print(Text(f"    {' '.join(done.text.split())}"))
     prompt = sum(r.usage.prompt_tokens for r in results)
     cached = sum(r.usage.cached_tokens for r in results)

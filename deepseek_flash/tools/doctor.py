@@ -9,8 +9,6 @@ import platform
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from deepseek_flash import __version__
@@ -19,6 +17,7 @@ from deepseek_flash.errors import ConfigError
 from deepseek_flash.loading import catalogue
 from deepseek_flash.memory.probe import host_memory
 from deepseek_flash.memory.report import human
+from deepseek_flash.tools.screen import Screen
 
 OPTIONAL = {
     "langchain-core": ("langchain_core", "the LangChain classes"),
@@ -28,7 +27,7 @@ OPTIONAL = {
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables; 0 also when something optional is missing."""
-    console = Console(highlight=False)
+    console = Screen(highlight=False, soft_wrap=True)
     _show(console, "Machine", machine())
     _show(console, "Kernels", kernels())
     _show(console, "Optional packages", optional())
@@ -37,12 +36,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+def _show(console: Screen, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Two columns; long values are left to the terminal to wrap, so that paths can be copied."""
     console.print(f"[bold]{title}[/]")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for name, value in rows:
-        table.add_row(Text(name), Text(value, overflow="fold"))
-    console.print(table)
+    listed = list(rows)
+    width = max(len(name) for name, _ in listed)
+    for name, value in listed:
+        for label, line in zip([name, *[""] * value.count("\n")], value.split("\n"), strict=True):
+            console.print(Text(f"  {label:<{width}}  {line}"))
 
 
 def machine() -> Iterator[tuple[str, str]]:

@@ -47,6 +47,30 @@ def test_wrong_use_is_exit_code_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+def test_nothing_given_shows_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "m", "hi", "--temprature", "1"], "did you mean '--temperature'?"),
+        (["chat", "m", "--sede=1"], "did you mean '--seed'?"),
+        (["demo", "--max-new-tokens", "many"], "'many' is not a whole number from 1 on"),
+    ],
+)
+def test_a_mistyped_option_is_told_with_the_command_s_usage(arguments, said, capsys):
+    with pytest.raises(SystemExit) as info:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert info.value.code == 2
+    assert said in error
+    assert f"usage: deepseek-flash {arguments[0]}" in error
+
+
 def test_the_docs_list_every_command_and_option():
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     subcommands = next(a for a in cli.parser()._actions if isinstance(a.choices, dict)).choices
@@ -125,6 +149,40 @@ def test_a_reader_that_leaves_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="pipes that end early are signalled otherwise there")
+def test_a_reader_that_leaves_doctor_is_no_error():
+    """rich would exit with 1."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "deepseek_flash.tools.cli", "doctor"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "deepseek_flash.tools.cli", "pull", "--list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("deepseek-flash: cannot go on: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_other_failures_of_the_system_are_not_hidden(monkeypatch):
+    raising(monkeypatch, "doctor", "run", PermissionError(13, "a bug of ours"))
+    with pytest.raises(PermissionError):
+        cli.main(["doctor"])
+
+
+def test_missing_standard_streams(tiny, monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert cli.main(["chat", str(tiny)]) == 0
+    assert cli.main(["generate", str(tiny), "Hello", "--max-new-tokens", "2"]) == 0
+
+
 def test_pull_prints_the_path(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("deepseek_flash.loading.catalogue.pull", lambda name: tmp_path / f"{name}.gguf")
     assert cli.main(["pull", "smollm2-135m"]) == 0
@@ -149,9 +207,25 @@ def test_generate_prints_the_answer_and_nothing_else(tiny, capsys, monkeypatch):
     with FlashEngine(tiny, max_model_len=64) as engine:
         expected = engine.generate("Hello there", max_new_tokens=8, temperature=0.0, stop="@@").text
     assert out.out == expected.encode(errors="replace").decode() + "\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there"))
-    assert cli.main(["generate", str(tiny), "-", *options]) == 0
-    assert capsys.readouterr().out == out.out
+    for given in ("Hello there", "Hello there\n"):  # `echo` ends its text with a newline that is not meant
+        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        assert cli.main(["generate", str(tiny), "-", *options]) == 0
+        assert capsys.readouterr().out == out.out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="arguments are text there")
+def test_bytes_that_are_no_text_become_substitutes(tiny):
+    options = ["--max-new-tokens", "4", "--temperature", "0"]
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    command = [sys.executable, "-m", "deepseek_flash.tools.cli", "generate", str(tiny)]
+    piped = subprocess.run(
+        [*command, "-", *options], input=b"caf\xe9", capture_output=True, timeout=60, check=False, env=environment
+    )
+    given = subprocess.run(
+        [*command, b"caf\xe9", *options], capture_output=True, timeout=60, check=False, env=environment
+    )
+    assert (piped.returncode, piped.stderr) == (given.returncode, given.stderr) == (0, b"")
+    assert piped.stdout == given.stdout
 
 
 def test_a_stdout_that_cannot_show_a_character_shows_a_substitute(tiny):
@@ -197,6 +271,22 @@ def test_chat_keeps_the_conversation_and_survives_errors(tiny, capsys, monkeypat
     assert "kv_cache" in captured.out
 
 
+def test_chat_at_a_terminal_asks_with_line_editing(tiny, capsys, monkeypatch):
+    lines = iter(["  hello  ", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    assert cli.main(["chat", str(tiny), "--max-new-tokens", "2"]) == 0
+    assert next(lines, "all read") == "all read"
+
+    def end(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    capsys.readouterr()
+    assert cli.main(["chat", str(tiny)]) == 0
+    assert capsys.readouterr().out == "\n"  # the shell's prompt begins on a line of its own
+
+
 def test_demo_shows_every_part(tiny, capsys):
     assert cli.main(["demo", str(tiny), "--max-new-tokens", "8"]) == 0
     out = capsys.readouterr().out
@@ -217,7 +307,7 @@ def test_demo_shows_every_part(tiny, capsys):
 
 def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("DEEPSEEK_FLASH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "20")  # long values are not cut: paths are there to be copied
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -240,7 +330,6 @@ def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
 
 def test_doctor_reports_a_wrong_setting_instead_of_failing(monkeypatch, capsys):
     monkeypatch.setenv("DEEPSEEK_FLASH_KERNELS", "fastest")
-    monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor"]) == 0
     assert "must be 'auto' or 'reference'" in capsys.readouterr().out
 
