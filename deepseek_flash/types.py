@@ -28,7 +28,7 @@ class SamplingParams(BaseModel):
     max_new_tokens: int | None = Field(default=None, ge=0)
     """Most tokens to produce [256 for raw prompts, up to the context's end for chat]. 0: score only."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """No end-of-text, stop id or stop string before so many tokens."""
+    """No end-of-text or stop id before so many tokens; stop strings are looked for in the text after them."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
     """0 is greedy [1.0]."""
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
