@@ -291,6 +291,12 @@ class FlashEngine:
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         self._guard()
+        if not hasattr(token_ids, "__iter__"):
+            raise RequestError(
+                f"token_ids must be a list of ints, not {type(token_ids).__name__}",
+                parameter="token_ids",
+                value=token_ids,
+            )
         return self._runtime.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def count_tokens(self, prompt: Any) -> int:

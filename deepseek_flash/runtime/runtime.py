@@ -27,6 +27,7 @@ from deepseek_flash.memory.report import CacheUse, MemoryReport
 from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
 from deepseek_flash.models.registry import resolve
+from deepseek_flash.runtime.forks import fork_safe
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
 from deepseek_flash.runtime.request import Limits, RequestBuilder
@@ -74,13 +75,16 @@ class FlashRuntime:
         Whoever calls it calls close() if it raises: a kept traceback would keep what was loaded so far.
         """
         self.path = locate(self.config.model)
-        with open_source(self.path) as source:
-            generation_config, eos_ids = self._load(source)
+        generation_config, eos_ids = fork_safe(self._load)
         self._assemble(generation_config, eos_ids)
         self.loop.start([self.tenant], name=f"deepseek-flash-{self.path.name}")
 
-    def _load(self, source: TensorSource) -> tuple[dict[str, Any], frozenset[int]]:
+    def _load(self) -> tuple[dict[str, Any], frozenset[int]]:
         """Everything that is read or allocated; the generation config and the end-of-text ids."""
+        with open_source(self.path) as source:
+            return self._read(source)
+
+    def _read(self, source: TensorSource) -> tuple[dict[str, Any], frozenset[int]]:
         self.info: ModelInfo = resolve(source.config)
         self.tokenizer = _tokenizer(source, self.path)
         generation_config = dict(source.generation_config)

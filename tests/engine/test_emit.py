@@ -86,3 +86,9 @@ def test_length_and_cancel() -> None:
     answer, _ = run("ab", stops=("bc",))
     assert answer.end("cancelled").text == "b"
     assert told(answer) == ("ab", "cancelled", None)
+
+
+def test_a_stop_string_inside_the_text_of_a_stop_token() -> None:
+    """P04: where the text was cut is what is told."""
+    answer, _ = run("abz", end_ids=frozenset({ord("z")}), include_stop=True, stops=("z",))
+    assert told(answer) == ("abz", "stop", "z")

@@ -345,3 +345,32 @@ def test_G04_every_answer_of_a_request_obeys_every_control() -> None:
     tokens = tokens_of(Sampler(VOCAB).sample(x, rows))
     assert all(t % 2 == 0 and t != EOS for t in tokens)
     assert len(set(tokens)) > 8
+
+
+class Watched(list[int]):
+    """A token list that counts what is read of it."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Any:
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_penalties_of_a_growing_answer_read_only_what_is_new() -> None:
+    """Counting anew for every token would make long answers cost the square of their length."""
+    plain = [3, 3, 9, 5, VOCAB + 7]
+    tokens = Watched(plain)
+    kept = row(tokens, 5, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
+    x = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    for i in range(300):
+        fresh = row(plain, 5, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
+        assert torch.equal(shape(x, kept), shape(x, fresh))
+        for t in (tokens, plain):
+            t.append(i * i % VOCAB)
+    assert tokens.read == 5 + 299
