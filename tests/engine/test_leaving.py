@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepseek_flash import Delta, EngineClosed, FlashEngine, InternalError
+from deepseek_flash import Delta, EngineClosed, FlashEngine, InternalError, Stream
 from tests.support.engines import open_engine
 
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.0}
@@ -198,6 +200,42 @@ async def test_X01_leaving_in_asyncio_ends_the_request_within_the_step(
     await leave(engine, gate)
     gc.collect()
     assert await asyncio.to_thread(gate.ended_by, 3)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent the POSIX way")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, stream: engine.generate("interrupt", **LONG),
+        lambda engine, stream: engine.generate(["interrupt", "both"], **LONG),
+        lambda engine, stream: engine.chat([{"role": "user", "content": "interrupt"}], **LONG),
+        lambda engine, stream: stream().result(),
+        lambda engine, stream: list(stream()),
+    ],
+    ids=["generate", "list", "chat", "result", "iterate"],
+)
+def test_X03_ctrl_c_ends_the_request_within_the_step(
+    engine: FlashEngine, gate: Gate, call: Callable[[FlashEngine, Callable[[], Stream]], Any]
+) -> None:
+    """X03: also where the stream is still held, as a notebook holds it; the next call is served."""
+    held: list[Stream] = []
+
+    def stream() -> Stream:
+        held.append(engine.submit("interrupt", **LONG))
+        return held[-1]
+
+    def press() -> None:
+        gate.holds(3)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    gate.let(2)
+    with pytest.raises(KeyboardInterrupt):
+        call(engine, stream)
+    presser.join()
+    assert gate.ended_by(3)
+    assert len(engine.generate("at once", **{**LONG, "max_new_tokens": 3}).token_ids) == 3
 
 
 def test_X02_X04_cancel_between_prefill_chunks_while_the_owner_waits(engine: FlashEngine, gate: Gate) -> None:
