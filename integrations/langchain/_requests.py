@@ -17,7 +17,8 @@ class Deadline:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds, self.fired, self.streams = seconds, False, list[Any]()
-        self._timer = None if seconds is None else threading.Timer(seconds, self._fire)
+        endless = seconds is None or seconds > threading.TIMEOUT_MAX  # float("inf") is how some say None
+        self._timer = None if endless else threading.Timer(seconds or 0.0, self._fire)
 
     def _fire(self) -> None:
         self.fired = True

@@ -256,7 +256,7 @@ class FlashWrapper(BaseModel):
             params["ls_temperature"] = said["temperature"]
         if most is not None:
             params["ls_max_tokens"] = most
-        if ends:
+        if ends and isinstance(ends, (str, list, tuple, set)):  # anything else is refused by the call itself
             params["ls_stop"] = [ends] if isinstance(ends, str) else list(ends)
         return params
 
@@ -273,6 +273,10 @@ class FlashWrapper(BaseModel):
             if value is None or name in LATER or name == "stream":
                 continue
             if name == "timeout":
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                    raise RequestError(
+                        f"timeout={value!r}: a number of seconds above 0 is needed", parameter="timeout", value=value
+                    )
                 timeout = value
             elif name == "model":
                 if value not in (self.model, self.model_name):

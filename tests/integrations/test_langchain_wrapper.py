@@ -255,13 +255,16 @@ def test_A03_options_of_a_call_are_used_or_refused(cls: Any, fake: FakeEngine) -
         ({"top_p": 3}, "top_p=3"),
         ({"model": "another"}, "make another one"),
         ({"logprobs": True}, "logprobs"),
+        ({"stop": 5}, "stop=5"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+        ({"timeout": -1}, "timeout=-1"),
     ):
         for call in (model.invoke, lambda x, **o: list(model.stream(x, **o))):
             with pytest.raises(RequestError, match=words) as e:
                 call("hi", **options)
             assert isinstance(e.value, ModelInvalidRequestError)
     assert fake.requests == []
-    assert model.invoke("hi", model="fake", stream=False)
+    assert model.invoke("hi", model="fake", stream=False, timeout=float("inf"))
 
 
 def test_tools_and_structured_output_are_refused_by_name(fake: FakeEngine) -> None:
