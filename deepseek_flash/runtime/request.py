@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepseek_flash.errors import ChatTemplateError, ContextLengthError, RequestError
+from deepseek_flash.errors import ChatTemplateError, ContextLengthError, RequestError, near_miss
 from deepseek_flash.runtime.emit import Rules
 from deepseek_flash.runtime.generation import Request
 from deepseek_flash.runtime.stream import Channel
@@ -24,6 +24,9 @@ from deepseek_flash.types import Message, SamplingParams
 
 RAW_DEFAULT_NEW_TOKENS = 256
 """Answer length of a raw prompt when nobody says; chat answers may fill the context."""
+
+_OURS = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"))
+"""What every template is given."""
 
 Messages = Sequence[Mapping[str, Any] | Message]
 
@@ -87,6 +90,12 @@ class RequestBuilder:
         return self._request(tokens, params, RAW_DEFAULT_NEW_TOKENS)
 
     def from_messages(self, messages: Messages, params: SamplingParams) -> Request:
+        if not params.add_special_tokens:
+            raise RequestError(
+                "add_special_tokens=False is for raw prompts; a chat prompt has the tokens its template writes",
+                parameter="add_special_tokens",
+                value=False,
+            )
         tokens = self.tokenizer.encode_segments(self.render(messages))
         return self._request(tokens, params, self.limits.context)
 
@@ -98,20 +107,26 @@ class RequestBuilder:
                 "use generate() with the prompt text the model was trained on",
                 parameter="messages",
             )
+        for name, value in variables.items():
+            if name != "continue_final" and name not in self.template.names:
+                raise RequestError(
+                    f"{name}={value!r}: this checkpoint's chat template never looks at {name!r}"
+                    f"{near_miss(name, self.template.names - _OURS)}",
+                    parameter=name,
+                    value=value,
+                )
         return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def _request(self, tokens: list[int], params: SamplingParams, fallback: int) -> Request:
         if not tokens:
             raise RequestError("the prompt is empty and this tokenizer adds no tokens of its own", parameter="prompt")
-        number = next(self._ids)
-        seed = fresh_seed() if self.seed is None else derive_seed(self.seed, number)
         sampling = resolve(
             params,
             generation_config=self.generation_config,
             eos_ids=self.eos_ids,
             vocab_size=self.limits.vocab_size,
             fallback_max_new_tokens=fallback,
-            fresh_seed=seed,
+            fresh_seed=0 if params.seed is None else params.seed,
         )
         room = self._room(len(tokens), sampling)
         rules = Rules(
@@ -122,6 +137,10 @@ class RequestBuilder:
             include_stop=params.include_stop,
             logprobs=params.logprobs is not None,
         )
+        number = next(self._ids)  # only now: a refused request takes no number, and so no seed
+        if params.seed is None:
+            seed = fresh_seed() if self.seed is None else derive_seed(self.seed, number)
+            sampling = replace(sampling, seed=seed)
         return Request(
             number,
             tuple(tokens),

@@ -19,6 +19,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -375,6 +376,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             tree = _Count().visit(self.parse(source))
             tree.set_environment(self)
             return jinja2.Template.from_code(self, self.compile(tree), self.globals)
+
+    def names(self, source: str) -> frozenset[str]:
+        """The variables that a template may look up from outside. Raises like :meth:`template`."""
+        with budget():
+            return frozenset(jinja2.meta.find_undeclared_variables(self.parse(source))) - self.globals.keys()
 
     def tick(self, text: int) -> None:
         _charge(passes=1, text=text)

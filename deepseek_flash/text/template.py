@@ -56,6 +56,7 @@ class ChatTemplate:
         self._inert = _Inert(specials)
         self._unprotected = tuple(tag for tag in _THINK if tag in source)
         self._compiled: jinja2.Template | None = None
+        self._names: frozenset[str] = frozenset()
 
     @property
     def _template(self) -> jinja2.Template:
@@ -67,13 +68,21 @@ class ChatTemplate:
                     parameter="chat_template",
                 )
             try:
-                self._compiled = Sandbox().template(self.source)
+                sandbox = Sandbox()
+                self._names = sandbox.names(self.source)
+                self._compiled = sandbox.template(self.source)
             except Exception as e:  # a stranger's code: Jinja, Python's compiler or its recursion limit may object
                 line = f" (line {e.lineno})" if isinstance(e, jinja2.TemplateSyntaxError) else ""
                 raise ChatTemplateError(
                     f"the model's chat template cannot be compiled: {_reason(e)}{line}", parameter="chat_template"
                 ) from None
         return self._compiled
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables it may look up: its own options are among them, beside ``messages`` and the like."""
+        assert self._template is not None
+        return self._names
 
     def render(
         self,

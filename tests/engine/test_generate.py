@@ -475,3 +475,25 @@ def test_errors_are_flash_errors_and_builtins(engine: FlashEngine) -> None:
         engine.generate("x", n=0)
     with pytest.raises(ValueError, match="n=0"):
         engine.generate("x", n=0)
+
+
+def test_nothing_is_accepted_and_ignored_in_chat(engine: FlashEngine) -> None:
+    """A03: what a chat prompt or its template never looks at is refused, not dropped."""
+    turns = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match="raw prompts"):
+        engine.chat(turns, add_special_tokens=False)
+    with pytest.raises(RequestError, match="never looks at 'enable_thinking'"):
+        engine.apply_chat_template(turns, enable_thinking=True)
+    with pytest.raises(RequestError, match="never looks at 'tools'"):
+        engine.apply_chat_template(turns, tools=[{"name": "f"}])
+
+
+def test_a_refused_request_takes_no_seed(tiny: Path) -> None:
+    answers = []
+    for refuse in (False, True):
+        with FlashEngine(tiny, seed=9, max_model_len=64) as engine:
+            if refuse:
+                with pytest.raises(RequestError):
+                    engine.generate("x", logit_bias={10**7: 1.0})
+            answers.append(engine.generate("x", max_new_tokens=8, ignore_eos=True).token_ids)
+    assert answers[0] == answers[1]
