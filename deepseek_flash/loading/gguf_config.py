@@ -136,6 +136,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(meta, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
     window = meta.get("attention.sliding_window")

@@ -143,17 +143,21 @@ def _linear(target: str, sources: list[str], bias: bool) -> list[Rule]:
     combine: Literal["copy", "cat0"] = "cat0" if len(sources) > 1 else "copy"
     rules = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), combine)]
     if bias:
-        # GGUF says that attention has biases, not that the output projection has one too.
-        optional = target.endswith(".out")
-        rules.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), combine, optional))
+        rules.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), combine))
     return rules
 
 
 def llama(config: Mapping[str, Any]) -> DenseInfo:
     """Llama: biases where the config asks for them."""
     c = ConfigReader(config, "LlamaForCausalLM")
+    bias, out_bias = _attention_biases(c)
+    return _read(c, qkv_bias=bias, out_bias=out_bias, mlp_bias=c.boolean("mlp_bias", False), qk_norm=False)
+
+
+def _attention_biases(c: ConfigReader) -> tuple[bool, bool]:
+    """Of q, k and v, and of the output projection; only GGUF files speak of the latter on its own."""
     bias = c.boolean("attention_bias", False)
-    return _read(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.boolean("mlp_bias", False), qk_norm=False)
+    return bias, c.boolean("attention_out_bias", bias)
 
 
 def qwen2(config: Mapping[str, Any]) -> DenseInfo:
@@ -164,8 +168,8 @@ def qwen2(config: Mapping[str, Any]) -> DenseInfo:
 def qwen3(config: Mapping[str, Any]) -> DenseInfo:
     """Qwen3: query and key heads are normalised; biases where the config asks for them."""
     c = ConfigReader(config, "Qwen3ForCausalLM")
-    bias = c.boolean("attention_bias", False)
-    return _read(c, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
+    bias, out_bias = _attention_biases(c)
+    return _read(c, qkv_bias=bias, out_bias=out_bias, mlp_bias=False, qk_norm=True)
 
 
 def _read(c: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> DenseInfo:

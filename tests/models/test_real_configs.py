@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_flash.errors import CheckpointError
 from deepseek_flash.layers.rope import frequencies
 from deepseek_flash.loading.source import open_source
 from deepseek_flash.models.dense import DenseInfo
@@ -203,3 +204,31 @@ def test_a_head_that_differs_from_the_tied_embedding_gives_transformers_logits(
     with torch.inference_mode():
         theirs = checkpoints.load_reference(folder)(torch.tensor([prompt(1, 9)])).logits[0]
     assert (ours.matrix()[:9] - theirs).abs().max() < 1e-3
+
+
+def test_a_bias_that_is_missing_somewhere_is_an_error(tmp_path: Path) -> None:
+    """It is not taken for zero."""
+    from safetensors.torch import load_file, save_file
+
+    folder = checkpoints.tiny_llama(tmp_path, num_hidden_layers=2, attention_bias=True)
+    file = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != "model.layers.1.self_attn.o_proj.bias"}, file)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.self_attn\.o_proj\.bias"):
+        load(folder)
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_gguf_says_by_its_tensors_which_biases_there_are(out: bool, tmp_path: Path) -> None:
+    """The converter's files have no key for them; a llama with q, k and v biases only is usual there."""
+    from safetensors.torch import load_file, save_file
+
+    folder = checkpoints.tiny_llama(tmp_path, num_hidden_layers=2, attention_bias=True)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if not out:
+        save_file({k: v for k, v in weights.items() if not k.endswith("o_proj.bias")}, file)
+    info, model = load(checkpoints.tiny_gguf(folder, folder / "m.gguf"))
+    save_file({k: v if out or not k.endswith("o_proj.bias") else 0 * v for k, v in weights.items()}, file)
+    _, same = load(folder)
+    plain, gguf = (Harness(info, m).serve([prompt(1, 9)], 1)[0].matrix() for m in (same, model))
+    assert (plain - gguf).abs().max() < 1e-4
