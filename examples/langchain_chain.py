@@ -1,6 +1,6 @@
 """A LangChain chain on a model in this process.
 
-pip install 'deepseek-flash[langchain]'
+pip install -e '.[langchain]'   (in a clone)
 python examples/langchain_chain.py [MODEL]
 """
 
@@ -18,13 +18,13 @@ with FlashEngine(model) as engine:
     # Chat models and LLMs may share one engine; give `model=` instead of `engine=` and it is opened on first use.
     llm = ChatDeepSeekFlash(engine=engine, temperature=0.0, max_new_tokens=24)
     prompt = ChatPromptTemplate.from_messages(
-        [("system", "You translate English into {language}."), ("human", "Translate: {text}")]
+        [("system", "You answer in one short sentence."), ("human", "What is the capital of {country}?")]
     )
     chain = prompt | llm | StrOutputParser()
 
-    print("invoke:", chain.invoke({"language": "French", "text": "Good morning"}))
+    print("invoke:", chain.invoke({"country": "France"}))
     print("stream: ", end="")
-    for piece in chain.stream({"language": "French", "text": "Thank you"}):
+    for piece in chain.stream({"country": "Japan"}):
         print(piece, end="", flush=True)
     print()
-    print("batch: ", chain.batch([{"language": "French", "text": t} for t in ("Yes", "No", "Please")]))
+    print("batch: ", chain.batch([{"country": name} for name in ("Italy", "Peru", "Egypt")]))

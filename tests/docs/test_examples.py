@@ -54,7 +54,7 @@ def test_every_example_names_its_model_the_same_way():
         assert 'sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"' in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/langchain.md"])
 def test_python_blocks(page, tiny, tmp_path):
     """All blocks of a page, in order, as one program: what a reader would paste into one session."""
     code = "\n".join(blocks(page, "python")).replace('"smollm2-135m"', repr(str(tiny)))
