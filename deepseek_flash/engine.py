@@ -56,7 +56,14 @@ class _Maker:
             return without_traceback(e)
 
     def __call__(self) -> Stream:
-        return self._runtime.submit(self._make(self._prompt, self._params))
+        request = self._make(self._prompt, self._params)
+        stream = self._runtime.stream(request)
+        try:
+            self._runtime.queue(request)
+        except BaseException:  # Ctrl-C may have come after it was queued
+            stream.cancel()
+            raise
+        return stream
 
 
 def _each(params: Params, sampling: dict[str, Any], count: int) -> list[SamplingParams]:
@@ -400,11 +407,19 @@ class FlashEngine:
         self._guard()
         return _Maker(self._runtime, self._runtime.builder.from_messages, messages, _each(params, sampling, 1)[0])
 
+    def _streams(self, requests: list[Request | FlashError]) -> list[Stream | FlashError]:
+        return [r if isinstance(r, FlashError) else self._runtime.stream(r) for r in requests]
+
+    def _queue(self, requests: list[Request | FlashError]) -> None:
+        for r in requests:
+            if not isinstance(r, FlashError):
+                self._runtime.queue(r)
+
     def _run(self, makers: list[_Maker], single: bool, return_errors: bool) -> Any:
         requests = [m.prepared(return_errors) for m in makers]
-        opened: list[Stream | FlashError] = []
+        opened = self._streams(requests)
         try:
-            opened.extend(r if isinstance(r, FlashError) else self._runtime.submit(r) for r in requests)
+            self._queue(requests)
             results = [s if isinstance(s, FlashError) else _outcome(s) for s in opened]
         except BaseException:  # Ctrl-C: nothing may go on running for a caller who has left
             for s in opened:
@@ -414,17 +429,18 @@ class FlashEngine:
         return _hand_over(results, single, return_errors)
 
     async def _arun(self, makers: list[_Maker], single: bool, return_errors: bool, off_loop: bool) -> Any:
-        def prepare() -> list[Any]:
+        def prepare() -> list[Request | FlashError]:
             return [m.prepared(return_errors) for m in makers]
 
         requests = await asyncio.to_thread(prepare) if off_loop else prepare()
-        opened = [r if isinstance(r, FlashError) else self._runtime.submit(r) for r in requests]
-        waits = [s for s in opened if isinstance(s, Stream)]
+        opened = self._streams(requests)
         try:
-            done = await asyncio.gather(*(_aoutcome(s) for s in waits))
+            self._queue(requests)
+            done = await asyncio.gather(*(_aoutcome(s) for s in opened if isinstance(s, Stream)))
         finally:
-            for s in waits:
-                s.cancel()
+            for s in opened:
+                if isinstance(s, Stream):
+                    s.cancel()
         by_stream = iter(done)
         results = [s if isinstance(s, FlashError) else next(by_stream) for s in opened]
         return _hand_over(results, single, return_errors)

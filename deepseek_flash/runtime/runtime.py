@@ -132,8 +132,8 @@ class FlashRuntime:
             check_every_step=self._check_every_step,
         )
 
-    def submit(self, request: Request) -> Stream:
-        """Queue a request; thread-safe."""
+    def stream(self, request: Request) -> Stream:
+        """The caller's end of a request that is yet to be queued; cancelling it early is fine."""
         runtime, number = weakref.ref(self), request.id
 
         def cancel() -> None:
@@ -141,10 +141,12 @@ class FlashRuntime:
             if alive is not None:
                 alive.loop.post_quietly(partial(alive.tenant.cancel, number))
 
-        # The Stream first: if an interrupt comes in between, dropping it cancels the request.
-        stream = Stream(request.channel, cancel, number)
+        return Stream(request.channel, cancel, number)
+
+    def queue(self, request: Request) -> None:
+        """Hand a request to the engine thread. Whoever calls it holds its Stream already, and cancels it if an
+        interrupt comes."""
         self.loop.post(partial(self.tenant.add, request))
-        return stream
 
     def describe(self) -> dict[str, Any]:
         """Plain data about the model, its limits, the kernels in use, and counters."""

@@ -26,7 +26,10 @@ class Channel:
     so a kept Stream or result never keeps a closed engine's memory alive. Holds no lock either: see Bell."""
 
     def __init__(self) -> None:
-        self._bell = Bell()
+        self._news = Bell()
+        """Rings for every delta and for the end."""
+        self._end = Bell()
+        """Rings for the end only: who waits for the result sleeps until then."""
         self._deltas: deque[Delta] = deque()
         self._single = 0
         """Deltas at the end of the queue, unless read by now, that were never merged."""
@@ -41,7 +44,7 @@ class Channel:
         self._single += 1
         if self._single >= _COALESCE and len(self._deltas) >= _COALESCE:
             self._merge()
-        self._bell.ring()
+        self._news.ring()
 
     def _merge(self) -> None:
         """Merge the newest deltas. A reader that comes now finds them missing, and is woken once they are back."""
@@ -59,12 +62,16 @@ class Channel:
     def finish(self, completion: Completion) -> None:
         if not self.done:
             self.completion = completion
-        self._bell.ring()
+        self._over()
 
     def fail(self, error: FlashError) -> None:
         if not self.done:
             self.error = error
-        self._bell.ring()
+        self._over()
+
+    def _over(self) -> None:
+        self._news.ring()
+        self._end.ring()
 
     # consumer side
 
@@ -86,11 +93,11 @@ class Channel:
     def wait(self, deadline: float | None, *, for_delta: bool) -> bool:
         """Block until there is a delta (if asked) or the end; False when the deadline (monotonic) passed."""
         self.guard()
-        return self._bell.wait(self._ready if for_delta else self._ended, deadline)
+        return self._news.wait(self._ready, deadline) if for_delta else self._end.wait(self._ended, deadline)
 
     async def await_event(self, *, for_delta: bool) -> None:
         self.guard()
-        await self._bell.wait_async(self._ready if for_delta else self._ended)
+        await (self._news.wait_async(self._ready) if for_delta else self._end.wait_async(self._ended))
 
     def pop(self) -> tuple[Delta | None, bool]:
         """The next delta, if there is one, and whether it can never come."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepseek_flash import DeadlineExceeded, Delta, EngineClosed, FlashEngine, InternalError, RequestError
+from deepseek_flash import Completion, DeadlineExceeded, Delta, EngineClosed, FlashEngine, InternalError, RequestError
 from deepseek_flash.runtime.stream import Channel
 from tests.support.engines import open_engine
 
@@ -156,3 +156,27 @@ def test_unread_deltas_of_several_answers_are_merged() -> None:
         assert "".join(d.text for d in mine) == "".join(f"{i} " for i in range(index, 3000, 3))
         assert [next(iter(p)) for d in mine for p in d.logprobs or ()] == list(range(index, 3000, 3))
     assert got[-1].finish_reason == "length"
+
+
+def test_who_waits_for_the_result_sleeps_until_it_is_there() -> None:
+    """Woken for every token, many callers of generate() would take turns with the engine thread for nothing."""
+    channel, looked = Channel(), []
+    ended = channel._ended
+    channel._ended = lambda: (looked.append(1), ended())[1]  # type: ignore[method-assign]
+
+    async def await_it() -> None:
+        await channel.await_event(for_delta=False)
+
+    waits = [lambda: channel.wait(None, for_delta=False), lambda: asyncio.run(await_it())]
+    threads = [threading.Thread(target=wait) for wait in waits]
+    for t in threads:
+        t.start()
+    while len(looked) < 4:  # each looks, joins the queue, looks again
+        time.sleep(0.001)
+    for i in range(50):
+        channel.put(Delta(token_ids=(i,)))
+        time.sleep(0.001)
+    channel.finish(Completion())
+    for t in threads:
+        t.join(10)
+    assert len(looked) <= 6
