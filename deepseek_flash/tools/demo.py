@@ -27,7 +27,7 @@ QUESTIONS = (
     "What is the name of the island?",
     "What is the old house today?",
 )
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 32
 
 
 def run(options: argparse.Namespace) -> int:
