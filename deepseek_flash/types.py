@@ -74,7 +74,7 @@ class SamplingParams(BaseModel):
             if any(isinstance(s, str) and s == "" for s in v):
                 raise ValueError("a stop string cannot be empty")
             return tuple(v)
-        return v
+        raise ValueError("a string, or a list of strings, is needed")
 
     @field_validator("stop_token_ids", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from deepseek_flash.errors import DeadlineExceeded, EngineForked, FlashError
+from deepseek_flash.errors import DeadlineExceeded, EngineForked, FlashError, RequestError
 from deepseek_flash.runtime.bell import Bell
 from deepseek_flash.types import Completion, Delta
 
@@ -159,6 +159,10 @@ class Stream:
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end. After ``timeout`` seconds the request is stopped and
         :class:`DeadlineExceeded` is raised with what there was in ``.partial``."""
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+            raise RequestError(
+                f"timeout={timeout!r}: a number of seconds, or None, is needed", parameter="timeout", value=timeout
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             finished = self._channel.wait(deadline, for_delta=False)
