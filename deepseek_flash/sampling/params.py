@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from deepseek_flash.errors import FormatError, RequestError
@@ -72,8 +71,8 @@ def _number(config: Mapping[str, Any], key: str, low: float, high: float, *, abo
     value = config.get(key)
     if value is None:
         return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not good or value > high or value < low or (above and value == low):
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not low <= value <= high or (above and value == low):  # NaN and numbers beyond floats are neither
         raise FormatError(
             f"generation_config: {key}={value!r} is not a number {'above' if above else 'from'} {low:g} "
             f"{'up ' if above else ''}to {high:g}; correct the file, or remove the key",

@@ -60,6 +60,8 @@ def test_do_sample_false_is_greedy_unless_the_request_gives_a_temperature() -> N
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("temperature", 10**400),
+        ("top_k", 10**400),
         ("temperature", "hot"),
         ("temperature", -0.1),
         ("temperature", math.nan),
