@@ -291,5 +291,5 @@ def test_stream_takes_one_prompt(engine: FlashEngine) -> None:
 def test_a_time_limit_is_a_number_and_a_stop_is_text(engine: FlashEngine) -> None:
     with pytest.raises(RequestError, match="number of seconds"):
         engine.submit("x", max_new_tokens=1).result(timeout="soon")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="stop=5: .*a string, or a list of strings"):
+    with pytest.raises(RequestError, match=r"stop=5: .*a string, or a list of strings"):
         engine.generate("x", stop=5)
