@@ -52,7 +52,7 @@ class SamplingParams(BaseModel):
     """Report the chosen token's log-probability and that of so many likeliest, before any sampling change."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=1000)
     """The same for every prompt token but the first."""
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=100.0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     """Divides (or multiplies, if negative) logits of tokens seen in prompt or output [1.0 = off]."""
     frequency_penalty: float = Field(default=0.0, ge=-100.0, le=100.0)
     """Subtracted once per earlier occurrence in the output."""

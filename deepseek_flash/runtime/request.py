@@ -80,14 +80,7 @@ class RequestBuilder:
                     f"prompt_token_ids must be ints, not {type(i).__name__}", parameter="prompt_token_ids", value=i
                 )
             tokens.append(int(i))
-        for token in tokens:
-            if not 0 <= token < self.limits.prompt_ids:
-                raise RequestError(
-                    f"prompt_token_ids: {token} is outside the vocabulary [0, {self.limits.prompt_ids})",
-                    parameter="prompt_token_ids",
-                    value=token,
-                )
-        return self._request(tokens, params, RAW_DEFAULT_NEW_TOKENS)
+        return self._request(tokens, params, RAW_DEFAULT_NEW_TOKENS, "prompt_token_ids")
 
     def from_messages(self, messages: Messages, params: SamplingParams) -> Request:
         if not params.add_special_tokens:
@@ -117,9 +110,16 @@ class RequestBuilder:
                 )
         return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def _request(self, tokens: list[int], params: SamplingParams, fallback: int) -> Request:
+    def _request(self, tokens: list[int], params: SamplingParams, fallback: int, parameter: str = "prompt") -> Request:
         if not tokens:
-            raise RequestError("the prompt is empty and this tokenizer adds no tokens of its own", parameter="prompt")
+            raise RequestError("the prompt is empty and this tokenizer adds no tokens of its own", parameter=parameter)
+        for token in (min(tokens), max(tokens)):  # a tokenizer may know more ids than the model
+            if not 0 <= token < self.limits.prompt_ids:
+                raise RequestError(
+                    f"{parameter}: token id {token} is outside the model's vocabulary [0, {self.limits.prompt_ids})",
+                    parameter=parameter,
+                    value=token,
+                )
         sampling = resolve(
             params,
             generation_config=self.generation_config,

@@ -105,7 +105,7 @@ def read_generation_config(config: Mapping[str, Any]) -> GenerationDefaults:
         top_k=_count(config, "top_k", 0),
         top_p=_number(config, "top_p", 0.0, 1.0, above=True),
         min_p=_number(config, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(config, "repetition_penalty", 0.0, 100.0, above=True),
+        repetition_penalty=_number(config, "repetition_penalty", 0.01, 100.0),
         max_new_tokens=_count(config, "max_new_tokens", 1),
     )
 

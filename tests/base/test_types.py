@@ -70,6 +70,7 @@ def test_max_tokens_is_max_new_tokens_but_not_both():
         {"logprobs": 1001},
         {"prompt_logprobs": -1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
         {"frequency_penalty": 101},
         {"presence_penalty": float("nan")},
         {"logit_bias": {"a": 1.0}},

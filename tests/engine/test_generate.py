@@ -80,8 +80,8 @@ def test_token_ids_go_in_untouched(engine: FlashEngine) -> None:
         ({"prompts": b"bytes"}, "string"),
         ({"prompts": ["x", 5]}, "not int"),
         ({"prompts": [{"role": "user", "content": "x"}]}, r"chat\(\)"),
-        ({"prompt_token_ids": [1, 10**9]}, "outside the vocabulary"),
-        ({"prompt_token_ids": [-1]}, "outside the vocabulary"),
+        ({"prompt_token_ids": [1, 10**9]}, "outside the model's vocabulary"),
+        ({"prompt_token_ids": [-1]}, "outside the model's vocabulary"),
         ({"prompt_token_ids": [1.5]}, "must be ints"),
         ({"prompt_token_ids": []}, "empty"),
         ({}, "either a prompt or prompt_token_ids"),
@@ -497,3 +497,14 @@ def test_a_refused_request_takes_no_seed(tiny: Path) -> None:
                     engine.generate("x", logit_bias={10**7: 1.0})
             answers.append(engine.generate("x", max_new_tokens=8, ignore_eos=True).token_ids)
     assert answers[0] == answers[1]
+
+
+def test_a_tokenizer_that_knows_more_ids_than_the_model(tmp_path: Path) -> None:
+    """V01: text whose ids the model has no rows for is refused; the rest works, and nothing above is sampled."""
+    from tests.support.checkpoints import tiny_llama
+
+    tiny_llama(tmp_path, vocab_size=280)
+    with FlashEngine(tmp_path, max_model_len=64) as engine:
+        with pytest.raises(RequestError, match=r"prompt: token id 28\d is outside the model's vocabulary \[0, 280\)"):
+            engine.generate("<|im_start|>hi")
+        assert max(engine.generate("hi", max_new_tokens=40, ignore_eos=True, seed=1).token_ids) < 280
