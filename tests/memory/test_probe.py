@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import mmap
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
