@@ -27,7 +27,7 @@ from deepseek_flash.memory.report import CacheUse, MemoryReport
 from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
 from deepseek_flash.models.registry import resolve
-from deepseek_flash.runtime.forks import fork_safe
+from deepseek_flash.runtime.fresh import on_fresh_thread
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
 from deepseek_flash.runtime.request import Limits, RequestBuilder
@@ -75,7 +75,7 @@ class FlashRuntime:
         Whoever calls it calls close() if it raises: a kept traceback would keep what was loaded so far.
         """
         self.path = locate(self.config.model)
-        generation_config, eos_ids = fork_safe(self._load)
+        generation_config, eos_ids = on_fresh_thread(self._load)
         self._assemble(generation_config, eos_ids)
         self.loop.start([self.tenant], name=f"deepseek-flash-{self.path.name}")
 

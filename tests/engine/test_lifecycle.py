@@ -393,3 +393,26 @@ def test_sigterm_ends_the_process(tiny: Path) -> None:
     child.terminate()
     assert child.wait(20) == -signal.SIGTERM
     child.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent the POSIX way")
+def test_X03_ctrl_c_stops_an_opening_at_once() -> None:
+    """The worker that loads is stopped too, not left to finish in the background."""
+    done = python(
+        """
+        import os, signal, threading, time
+        from deepseek_flash.runtime.fresh import on_fresh_thread
+        beats = []
+        def load():
+            while True:
+                beats.append(time.sleep(0.001))
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            on_fresh_thread(load)
+        except KeyboardInterrupt:
+            count = len(beats)
+            time.sleep(0.05)
+            print("interrupted", count > 0, len(beats) == count)
+        """
+    )
+    assert (done.stdout.split(), done.stderr) == (["interrupted", "True", "True"], "")
