@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepseek_flash.errors import ConfigError, near_miss
+from deepseek_flash.errors import ConfigError, bounds, near_miss, near_or_all
 
 ENVIRONMENT: dict[str, str] = {
     "DEEPSEEK_FLASH_CACHE": "folder for pulled models [~/.cache/deepseek-flash]",
@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
                 )
             if name not in known:
                 raise ConfigError(
-                    f"unknown option {name!r}{near_miss(name, [*known, *LATER])}",
+                    f"unknown option {name!r}{near_miss(name, LATER, 0.85) or near_or_all(name, known)}",
                     field=name,
                     value=value,
                     allowed=", ".join(sorted(known)),
@@ -91,6 +91,10 @@ class EngineConfig(BaseModel):
             raise _config_error(e, {"model": model, **options}) from None
 
 
+_KNOWN_LATER = frozenset(("bfloat16", "bf16", "float16", "fp16", "half", "int8", "fp8", "cuda"))
+"""Good values of other versions: a near miss would mislead."""
+
+
 def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
     first = e.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else ""
@@ -99,13 +103,16 @@ def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
     hint = ""
     if first["type"] == "literal_error":
         expected = str(first.get("ctx", {}).get("expected", ""))
-        hint = near_miss(str(value), [w.strip("' ") for w in expected.replace(" or ", ", ").split(",")])
+        if str(value) not in _KNOWN_LATER:
+            hint = near_miss(str(value), [w.strip("' ") for w in expected.replace(" or ", ", ").split(",")])
         later = {
             "device": "; CUDA kernels are not in this version",
             "dtype": "; half-precision compute is not in this version",
             "kv_cache_dtype": "; half-precision and quantised caches are not in this version",
         }.get(name, "")
         hint += later
+    elif name in EngineConfig.model_fields:
+        hint = bounds(EngineConfig.model_fields[name].metadata)
     return ConfigError(f"{name}={value!r}: {allowed}{hint}", field=name, value=value, allowed=allowed)
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, overload
 
 from deepseek_flash.config import EngineConfig
-from deepseek_flash.errors import FlashError, RequestError, near_miss
+from deepseek_flash.errors import FlashError, RequestError, near_or_all
 from deepseek_flash.memory.report import MemoryReport
 from deepseek_flash.runtime.generation import Request
 from deepseek_flash.runtime.request import Messages
@@ -77,8 +77,8 @@ def _each(params: Params, sampling: dict[str, Any], count: int) -> list[Sampling
                 value=value,
             )
         if name not in SamplingParams.model_fields and name != "max_tokens":
-            known = [*SamplingParams.model_fields, "max_tokens", *LATER_ARGUMENTS]
-            raise RequestError(f"unknown argument {name!r}{near_miss(name, known)}", parameter=name, value=value)
+            known = [*SamplingParams.model_fields, "max_tokens"]
+            raise RequestError(f"unknown argument {name!r}{near_or_all(name, known)}", parameter=name, value=value)
     if params is None:
         return [SamplingParams(**sampling)] * count
     if isinstance(params, SamplingParams):

@@ -156,7 +156,28 @@ class InternalError(FlashError, RuntimeError):
     """A broken invariant of ours: please report it."""
 
 
-def near_miss(name: str, known: Iterable[str]) -> str:
+def bounds(metadata: Iterable[Any]) -> str:
+    """``"; allowed: 0.0 < x <= 1.0"`` from a pydantic field's constraints, or ``""``."""
+    low, high = "", ""
+    for rule in metadata:
+        if (least := getattr(rule, "ge", None)) is not None:
+            low = f"{least} <= "
+        elif (above := getattr(rule, "gt", None)) is not None:
+            low = f"{above} < "
+        if (most := getattr(rule, "le", None)) is not None:
+            high = f" <= {most}"
+        elif (below := getattr(rule, "lt", None)) is not None:
+            high = f" < {below}"
+    return f"; allowed: {low}x{high}" if low or high else ""
+
+
+def near_or_all(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, or all of them when none is near."""
+    names = sorted(known)
+    return near_miss(name, names) or f"; there are {', '.join(names)}"
+
+
+def near_miss(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``"; did you mean 'x'?"`` for the nearest known name, or ``""``."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""

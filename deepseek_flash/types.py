@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from deepseek_flash.errors import RequestError, near_miss
+from deepseek_flash.errors import RequestError, bounds, near_or_all
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "cancelled"]
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
@@ -101,7 +101,7 @@ class SamplingParams(BaseModel):
         for name, value in options.items():
             if name not in known:
                 raise RequestError(
-                    f"unknown sampling option {name!r}{near_miss(name, [*known, 'max_tokens'])}",
+                    f"unknown sampling option {name!r}{near_or_all(name, [*known, 'max_tokens'])}",
                     parameter=name,
                     value=value,
                 )
@@ -110,8 +110,10 @@ class SamplingParams(BaseModel):
         except ValidationError as e:
             first = e.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
+            what = first["msg"].removeprefix("Value error, ")
+            allowed = bounds(known[name].metadata) if name in known else ""
             raise RequestError(
-                f"{name}={options.get(name)!r}: {first['msg']}", parameter=name, value=options.get(name)
+                f"{name}={options.get(name)!r}: {what}{allowed}", parameter=name, value=options.get(name)
             ) from None
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise RequestError(
@@ -204,7 +206,7 @@ class Completion:
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     cache: CacheReport = field(default_factory=CacheReport)
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Choice, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_choices(cls, choices: tuple[Choice, ...], **shared: Any) -> Completion:

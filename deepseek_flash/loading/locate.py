@@ -70,8 +70,8 @@ def _not_found(name: str) -> ModelNotFound:
     if looks_like_path(name):
         return ModelNotFound(f"no such file or folder: {shown}{_near_path(name)}")
     return ModelNotFound(
-        f"no model {shown}{near_miss(name, CATALOGUE)}: it is no existing folder or file, no catalogue name "
-        f"({', '.join(CATALOGUE)}), and no Hub repo (org/name[@revision][:file.gguf])"
+        f"no model {shown}: it is no existing folder or file, no catalogue name ({', '.join(CATALOGUE)}), "
+        f"and no Hub repo (org/name[@revision][:file.gguf]){near_miss(name, CATALOGUE)}"
     )
 
 

@@ -37,6 +37,8 @@ class Limits:
 
     context: int
     """Most tokens of prompt and answer."""
+    positions: int
+    """Most tokens the checkpoint itself allows."""
     vocab_size: int
     """Ids below this may be sampled: both the model and the tokenizer know them."""
     prompt_ids: int
@@ -156,9 +158,14 @@ class RequestBuilder:
         """Tokens the answer may have; refuses what can never fit, with the numbers."""
         limit, wanted = self.limits.context, sampling.max_new_tokens
         if prompt > limit or (prompt == limit and wanted > 0):
+            longer = (
+                f", or open the engine with a larger max_model_len (the checkpoint allows {self.limits.positions})"
+                if limit < self.limits.positions
+                else ", which is the checkpoint's own limit"
+            )
             raise ContextLengthError(
                 f"the prompt has {prompt} tokens and at least {min(wanted, 1)} new one is wanted, but the context "
-                f"holds {limit} (max_model_len); shorten the prompt or open the engine with a larger max_model_len",
+                f"holds {limit} (max_model_len): shorten the prompt{longer}",
                 tokens=prompt,
                 limit=limit,
             )

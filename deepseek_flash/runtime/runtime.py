@@ -109,7 +109,7 @@ class FlashRuntime:
         self.builder = RequestBuilder(
             tokenizer=self.tokenizer,
             template=_template(self.tokenizer),
-            limits=Limits(self.plan.context, vocabulary, self.info.vocab_size),
+            limits=Limits(self.plan.context, self.info.max_position, vocabulary, self.info.vocab_size),
             generation_config=generation_config,
             eos_ids=eos_ids,
             seed=config.seed,
@@ -197,7 +197,7 @@ def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = No
     longest = config.max_model_len or info.max_position
     if longest > info.max_position:
         raise ConfigError(
-            f"max_model_len={longest}: this checkpoint's positions end at {info.max_position}",
+            f"max_model_len={longest}: this checkpoint's positions end at {info.max_position}; give at most that",
             field="max_model_len",
             value=longest,
             allowed=f"2 to {info.max_position}",

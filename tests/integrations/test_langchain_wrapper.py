@@ -168,7 +168,7 @@ def test_a_failed_opening_is_told_to_every_call_and_can_be_retried(monkeypatch: 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_opens_its_own_engine(opens: Any) -> None:
-    llm = DeepSeekFlashLLM(model="m")
+    llm = DeepSeekFlashLLM(model="forked")  # a name of its own: an earlier test's handle may not be collected yet
     llm.invoke("hi")
     child = os.fork()
     if child == 0:
