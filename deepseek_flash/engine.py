@@ -112,14 +112,6 @@ def _need_text(text: Any, parameter: str) -> None:
         raise RequestError(f"{parameter} must be a string, not {type(text).__name__}", parameter=parameter, value=text)
 
 
-def _wait(stream: Stream) -> Completion:
-    try:
-        return stream.result()
-    finally:
-        if not stream.done:  # interrupted
-            stream.cancel()
-
-
 def _outcome(stream: Stream) -> Completion | FlashError:
     try:
         return stream.result()
@@ -257,7 +249,7 @@ class FlashEngine:
         """
         maker = self._chat(messages, params, sampling)
         opened = maker()
-        return opened if stream else _wait(opened)
+        return opened if stream else opened.result()
 
     async def achat(
         self, messages: Any, params: SamplingParams | None = None, *, stream: bool = False, **sampling: Any

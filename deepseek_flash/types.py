@@ -256,16 +256,15 @@ class Delta:
     usage: Usage | None = None
     """On the last delta of the whole request only."""
 
-    def merged(self, later: Delta) -> Delta:
-        """This delta followed by a later one of the same index."""
-        lp = self.logprobs
-        if later.logprobs is not None:
-            lp = (*(lp or ()), *later.logprobs)
+    def merged(self, *later: Delta) -> Delta:
+        """This delta followed by later ones of the same index."""
+        parts = (self, *later)
+        logprobs = [p.logprobs for p in parts if p.logprobs is not None]
         return replace(
-            later,
-            text=self.text + later.text,
-            reasoning=self.reasoning + later.reasoning,
-            tool_calls=self.tool_calls + later.tool_calls,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=lp,
+            parts[-1],
+            text="".join(p.text for p in parts),
+            reasoning="".join(p.reasoning for p in parts),
+            tool_calls=tuple(c for p in parts for c in p.tool_calls),
+            token_ids=tuple(t for p in parts for t in p.token_ids),
+            logprobs=tuple(at for given in logprobs for at in given) if logprobs else None,
         )

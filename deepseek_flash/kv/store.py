@@ -5,23 +5,12 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from deepseek_flash.errors import InternalError, MemoryBudgetError
+from deepseek_flash.kv.blocks import BlockCopy
 from deepseek_flash.kv.spec import CacheSpec
-
-
-class Copy(Protocol):
-    """One block of a group to copy inside the pool."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def src(self) -> int: ...
-    @property
-    def dst(self) -> int: ...
 
 
 class KVStore:
@@ -59,7 +48,7 @@ class KVStore:
         """One field of one layer: [blocks, rows_per_block, *row shape], rows contiguous, blocks strided."""
         return self._views[group, layer, field]
 
-    def apply(self, zero: Iterable[tuple[int, int]] = (), copies: Iterable[Copy] = ()) -> None:
+    def apply(self, zero: Iterable[tuple[int, int]] = (), copies: Iterable[BlockCopy] = ()) -> None:
         """Clear (group, block) pairs, then copy blocks one after the other."""
         for group, block in zero:
             self.pools[group][block].zero_()

@@ -65,30 +65,20 @@ class Answer:
         self.finish_reason = reason
         return self._delta(self._flush(), (), None)
 
-    def _release(self, piece: str) -> str:
+    def _release(self, piece: str, *, last: bool = False) -> str:
+        """What of the text so far can be shown; all of it if this is the ``last`` piece."""
         if len(self.token_ids) <= self.rules.min_new_tokens:
             return piece  # text of the first min_new_tokens is not searched for stops
         out = self.checker.push(piece)
+        if last and self.checker.matched is None:
+            out += self.checker.finish()
         if self.checker.matched is not None:
             self.finish_reason, self.stop_reason = "stop", self.checker.matched
         return out
 
     def _flush(self) -> str:
         """Text still held back; a stop completed by it counts."""
-        out = ""
-        if self.checker.matched is None:
-            out = self._finish_text(self.detokenizer.finish())
-        return out
-
-    def _finish_text(self, tail: str) -> str:
-        if len(self.token_ids) <= self.rules.min_new_tokens:
-            return tail
-        out = self.checker.push(tail)
-        if self.checker.matched is None:
-            out += self.checker.finish()
-        if self.checker.matched is not None:
-            self.finish_reason, self.stop_reason = "stop", self.checker.matched
-        return out
+        return self._release(self.detokenizer.finish(), last=True) if self.checker.matched is None else ""
 
     def _delta(self, piece: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None) -> Delta:
         if piece:

@@ -126,7 +126,7 @@ class GenerationTenant:
             for answer, seq in zip(live.answers, live.sequences, strict=True):
                 if answer.finish_reason is None:
                     deltas.append(answer.end("cancelled"))
-                    self._abort(seq)
+                    self._end(seq)
             for delta in deltas[:-1]:
                 live.request.channel.put(delta)
             self._complete(live, deltas[-1])
@@ -197,21 +197,17 @@ class GenerationTenant:
                 delta = answer.end("length")
             last = live.finished
             if delta.finish_reason is not None:
-                self._drop(live.sequences[choice])
+                self._end(live.sequences[choice])
             if last:
                 self._complete(live, final=delta)
             else:
                 live.request.channel.put(delta)
 
-    def _drop(self, seq: Sequence) -> None:
-        self.scheduler.finish(seq)
-        self._by_sequence.pop(seq.id, None)
-
     # endings
 
-    def _abort(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence) -> None:
         if self._by_sequence.pop(seq.id, None) is not None:
-            self.scheduler.abort(seq)
+            self.scheduler.finish(seq)
 
     def _complete(self, live: _Live, final: Delta) -> None:
         completion = self._completion(live)
@@ -248,7 +244,7 @@ class GenerationTenant:
         broken: FlashError | None = None
         try:
             for seq in live.sequences:
-                self._abort(seq)
+                self._end(seq)
             for answer in live.answers:
                 if answer.finish_reason is None:
                     answer.end("cancelled")

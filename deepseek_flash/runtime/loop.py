@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,29 +97,28 @@ class EngineLoop:
         if os.getpid() == self._pid and not self._stopping:
             self._inbox.put(call)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self) -> None:
         """Stop after the current step, end what is pending, free memory, wait for that. Idempotent."""
         if os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
-        self._stop(timeout)
+        self._stop()
 
     def leave(self) -> None:
         """Stop because the interpreter exits: daemon threads that still wait are left to die in silence, where
         an EngineClosed would make each print a traceback."""
         self._leaving = True
         if os.getpid() == self._pid:
-            self._stop(None)
+            self._stop()
 
-    def _stop(self, timeout: float | None) -> None:
+    def _stop(self) -> None:
         self._stopping = True
         self._inbox.put(_nothing)
         if self._take_turn():
             self._end()
         if self._thread is threading.current_thread():
             return  # a finaliser ran on the engine thread itself: the loop ends after this step
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if self._bell.wait(lambda: self._over, deadline) and self._thread.ident is not None:
+        if self._bell.wait(lambda: self._over) and self._thread.ident is not None:
             # What is left of the thread is a few instructions. Bounded, since join() cannot be entered twice by
             # one thread, and a signal handler may have interrupted it there.
             self._thread.join(1.0)

@@ -128,7 +128,7 @@ class RequestBuilder:
             eos_ids=self.eos_ids,
             vocab_size=self.limits.vocab_size,
             fallback_max_new_tokens=fallback,
-            fresh_seed=0 if params.seed is None else params.seed,
+            fresh_seed=0,  # until the request is known to be accepted
         )
         room = self._room(len(tokens), sampling)
         rules = Rules(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -36,10 +35,7 @@ from deepseek_flash.runtime.stream import Stream
 from deepseek_flash.sampling.params import read_generation_config
 from deepseek_flash.sampling.sampler import Sampler
 from deepseek_flash.scheduler.scheduler import Scheduler
-from deepseek_flash.text.template import ChatTemplate
 from deepseek_flash.text.tokenizer import Tokenizer
-
-log = logging.getLogger("deepseek_flash")
 
 DEFAULT_BLOCK_SIZE = 16
 CACHE_SHARE = 0.25
@@ -108,7 +104,7 @@ class FlashRuntime:
         vocabulary = min(self.info.vocab_size, self.tokenizer.written_size)
         self.builder = RequestBuilder(
             tokenizer=self.tokenizer,
-            template=_template(self.tokenizer),
+            template=self.tokenizer.template(),
             limits=Limits(self.plan.context, self.info.max_position, vocabulary, self.info.vocab_size),
             generation_config=generation_config,
             eos_ids=eos_ids,
@@ -117,7 +113,7 @@ class FlashRuntime:
         manager = KVManager(
             self.plan.spec,
             self.plan.blocks,
-            root=self.fingerprint + self.plan.spec.digest(),
+            root=self.fingerprint,
             prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
@@ -243,10 +239,6 @@ def _tokenizer(source: TensorSource, path: Path) -> Tokenizer:
     if source.kind == "gguf":
         return Tokenizer.from_gguf(source.metadata, str(path))
     return Tokenizer.from_folder(path)
-
-
-def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    return tokenizer.template()
 
 
 def _eos_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from dataclasses import replace
 from typing import Any
 
 from deepseek_flash.errors import DeadlineExceeded, EngineForked, FlashError, RequestError
@@ -56,7 +55,7 @@ class Channel:
         except IndexError:  # read meanwhile
             pass
         # Newest first so far; the request's last delta has to stay its last.
-        self._deltas.extend(_merged(parts[::-1]) for parts in reversed(answers.values()))
+        self._deltas.extend(parts.pop().merged(*parts[::-1]) for parts in reversed(answers.values()))
         self._single = 0
 
     def finish(self, completion: Completion) -> None:
@@ -115,19 +114,6 @@ class Channel:
         return self.completion
 
 
-def _merged(parts: list[Delta]) -> Delta:
-    """Consecutive deltas of one answer as one."""
-    logprobs = [p.logprobs for p in parts if p.logprobs is not None]
-    return replace(
-        parts[-1],
-        text="".join(p.text for p in parts),
-        reasoning="".join(p.reasoning for p in parts),
-        tool_calls=tuple(c for p in parts for c in p.tool_calls),
-        token_ids=tuple(t for p in parts for t in p.token_ids),
-        logprobs=tuple(at for given in logprobs for at in given) if logprobs else None,
-    )
-
-
 class Stream:
     """A submitted request. ``for`` and ``async for`` yield :class:`Delta`; ``await stream`` and
     :meth:`result` give the :class:`Completion`.
@@ -166,8 +152,8 @@ class Stream:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             finished = self._channel.wait(deadline, for_delta=False)
-        except KeyboardInterrupt:
-            self.cancel()
+        except BaseException:  # Ctrl-C: nothing may go on running for a caller who has left
+            self._leave()
             raise
         if not finished:
             self.cancel()

@@ -370,17 +370,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
-    def template(self, source: str) -> jinja2.Template:
-        """Compile. Raises whatever Jinja raises for a template that it cannot read."""
+    def template(self, source: str) -> tuple[jinja2.Template, frozenset[str]]:
+        """Compile; also the variables it may look up from outside. Raises whatever Jinja raises for a template that
+        it cannot read."""
         with budget():
-            tree = _Count().visit(self.parse(source))
+            parsed = self.parse(source)
+            names = frozenset(jinja2.meta.find_undeclared_variables(parsed)) - self.globals.keys()
+            tree = _Count().visit(parsed)
             tree.set_environment(self)
-            return jinja2.Template.from_code(self, self.compile(tree), self.globals)
-
-    def names(self, source: str) -> frozenset[str]:
-        """The variables that a template may look up from outside. Raises like :meth:`template`."""
-        with budget():
-            return frozenset(jinja2.meta.find_undeclared_variables(self.parse(source))) - self.globals.keys()
+            return jinja2.Template.from_code(self, self.compile(tree), self.globals), names
 
     def tick(self, text: int) -> None:
         _charge(passes=1, text=text)

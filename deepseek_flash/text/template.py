@@ -68,9 +68,8 @@ class ChatTemplate:
                     parameter="chat_template",
                 )
             try:
-                sandbox = Sandbox()
-                self._names = sandbox.names(self.source)
-                self._compiled = sandbox.template(self.source)
+                compiled, self._names = Sandbox().template(self.source)
+                self._compiled = compiled
             except Exception as e:  # a stranger's code: Jinja, Python's compiler or its recursion limit may object
                 line = f" (line {e.lineno})" if isinstance(e, jinja2.TemplateSyntaxError) else ""
                 raise ChatTemplateError(

@@ -239,7 +239,9 @@ class FlashWrapper(BaseModel):
             self._identity = {"model_name": Path(model["path"]).name, "fingerprint": model["fingerprint"]}
         return self._identity
 
-    def _settings(self) -> dict[str, Any]:
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Everything that changes an answer; LangChain's caches and traces compare it."""
         said = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         return {**self._identify(), **said}
 

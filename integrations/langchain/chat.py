@@ -38,10 +38,6 @@ class ChatDeepSeekFlash(FlashWrapper, BaseChatModel):
     def _llm_type(self) -> str:
         return "chat-deepseek-flash"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self._settings()
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return cast("LangSmithParams", self._tracing("chat", stop, kwargs))
 

@@ -29,10 +29,6 @@ class DeepSeekFlashLLM(FlashWrapper, BaseLLM):
     def _llm_type(self) -> str:
         return "deepseek-flash"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self._settings()
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return cast("LangSmithParams", self._tracing("llm", stop, kwargs))
 

@@ -10,19 +10,11 @@ import pytest
 import torch
 
 from deepseek_flash import Completion
-from tests.support.checkpoints import load_reference, tiny_gguf, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.support.checkpoints import LLAMA3, load_reference, tiny_gguf, tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.support.engines import open_engine
 
 TIE = 2e-3
 """Where the two best logits are closer than this, either token is right."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama": (tiny_llama, {}),

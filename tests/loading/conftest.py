@@ -9,14 +9,6 @@ import pytest
 
 from tests.support import checkpoints
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -33,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import torch
 
     return {
-        "llama": checkpoints.tiny_llama(root / "llama", rope_parameters=LLAMA3),
+        "llama": checkpoints.tiny_llama(root / "llama", rope_parameters=checkpoints.LLAMA3),
         "qwen2": checkpoints.tiny_qwen2(
             root / "qwen2", max_shard_size="100KB", generation={"do_sample": True, "temperature": 0.6}
         ),

@@ -11,7 +11,6 @@ import pytest
 
 from deepseek_flash.errors import CheckpointError, FormatError, UnsupportedModel
 from deepseek_flash.loading.source import open_source
-from tests.loading.conftest import LLAMA3
 from tests.support import checkpoints
 
 SAME = (
@@ -36,7 +35,7 @@ def test_config_of_a_gguf_equals_the_folders(arch: str, folders: dict[str, Path]
         if arch == "llama":
             factors = b.config["rope_scaling"]["factors"]
             assert b.config["rope_scaling"]["rope_type"] == "factors"
-            assert factors == pytest.approx(checkpoints.llama3_factors(LLAMA3, 10000.0, 16).tolist())
+            assert factors == pytest.approx(checkpoints.llama3_factors(checkpoints.LLAMA3, 10000.0, 16).tolist())
             assert factors[0] == 1.0
             assert factors[-1] == 8.0
 

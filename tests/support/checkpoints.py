@@ -24,6 +24,15 @@ CHAT_TEMPLATE = (
     " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BOS, EOS = "<|im_start|>", "<|im_end|>"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""``rope_parameters`` of a context grown from 64 tokens."""
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
