@@ -1,0 +1,122 @@
+// The C interface of the CPU kernels: pointers and sizes only, so one library serves every Python and torch.
+//
+// Rows are contiguous fp32 unless said otherwise. No function allocates for the caller or keeps a pointer after it
+// returns, except handles made by *_create. A pool is used by one thread at a time. Functions return 0, or a negative
+// FLASH_E_* and have then done nothing.
+#ifndef DEEPSEEK_FLASH_H
+#define DEEPSEEK_FLASH_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FLASH_ABI 1
+enum { FLASH_OK = 0, FLASH_E_ARGUMENT = -1, FLASH_E_MEMORY = -2, FLASH_E_ISA = -3 };
+enum { FLASH_F32 = 0, FLASH_F16 = 1, FLASH_BF16 = 2, FLASH_I8 = 3 };
+
+int32_t flash_abi(void);
+// Instruction sets compiled in and usable on this processor, best first, comma separated: "avx512,avx2,scalar".
+const char* flash_isas(void);
+// Which one is in use; flash_use_isa picks another of the usable ones (tests), NULL the best.
+const char* flash_isa(void);
+int32_t flash_use_isa(const char* name);
+
+// ---- threads: pool.cpp
+void* flash_pool_create(int32_t threads);  // the calling thread counts; NULL when threads < 1 or none can be started
+void flash_pool_destroy(void* pool);
+int32_t flash_pool_threads(const void* pool);
+
+// ---- linear layers: linear.cpp; layouts are drawn there
+typedef struct flash_linear {
+  int32_t kind;        // 0 GroupQuant, 1 fp32, 2 fp16, 3 bf16
+  int32_t bits;        // 4, 5, 6, 8 (GroupQuant; 0 otherwise)
+  int32_t group;       // 16, 32, 64, 128 values of one output that share a scale
+  int32_t offset;      // 0: w = d (q - zero); 1: w = d q + m, m fp16 a group; 2: w = d (q - z), z uint8 a group
+  int32_t zero;        // offset 0
+  int32_t super;       // 0: d (and m) fp16 a group; 1: d = D sc, m = -M mn with 8-bit sc, mn a group and fp16 D, M
+                       // a super-block of 256 values (offset 0 or 1)
+  int64_t n, k;        // outputs, inputs
+  const void* data;    // packed panels of 16 outputs
+  const float* bias;   // [n] or NULL
+  const struct flash_linear* next;  // more outputs of the same inputs, in another format; y continues after these n
+} flash_linear;
+
+// Bytes of the packed form of this part (not of next); negative when the fields make no sense.
+int64_t flash_linear_bytes(const flash_linear* w);
+// Bytes of scratch that flash_linear_run needs for so many rows.
+int64_t flash_linear_scratch(const flash_linear* w, int64_t rows, int32_t threads);
+// y [rows, n] = x [rows, k] W^T + bias. ldx, ldy: floats from row to row.
+int32_t flash_linear_run(void* pool, const flash_linear* w, const float* x, int64_t ldx, int64_t rows, float* y,
+                         int64_t ldy, void* scratch);
+// Pack rows [row, row + count) of plain parts (row and count multiples of 16, or to the end of n) into data. GroupQuant:
+// codes uint8 [count, k]; scale, min, zeros, sub_scale, sub_min as the fields above say, each [count, k / group] or
+// [count, k / 256], NULL where the format has none. Float kinds: codes are the values themselves.
+int32_t flash_linear_pack(const flash_linear* w, int64_t row, int64_t count, const void* codes, const uint16_t* scale,
+                          const uint16_t* min, const uint8_t* zeros, const int8_t* sub_scale, const int8_t* sub_min,
+                          void* data);
+// out [count, k] = dequantised rows ids[i] of W.
+int32_t flash_linear_rows(const flash_linear* w, const int64_t* ids, int64_t count, float* out);
+
+// ---- small ones: pointwise.cpp
+int32_t flash_rms_norm(void* pool, const float* x, int64_t ldx, const float* weight, float eps, int64_t rows,
+                       int64_t dim, float* y);
+// sum = x + residual (may alias either), y = rms_norm(sum)
+int32_t flash_add_rms_norm(void* pool, const float* x, const float* residual, const float* weight, float eps,
+                           int64_t rows, int64_t dim, float* y, float* sum);
+int32_t flash_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t n, float* y);
+
+// ---- the paged cache and attention: attention.cpp
+typedef struct {
+  void *k, *v;                // row (block b, slot s, head h) starts at k + b * block_stride + (s * kv_heads + h) * dim * item
+  void *k_scale, *v_scale;    // FLASH_I8: fp16, at b * block_stride + ((s * kv_heads + h) * dim / kv_group) * 2; else NULL
+  int64_t block_stride;       // bytes
+  int32_t dtype, block_size, kv_heads, dim;
+  int32_t kv_group;           // FLASH_I8: values along the head dimension that share a scale, else 0
+} flash_cache;
+
+typedef struct {
+  int64_t tokens, sequences;
+  const int32_t* cu_q;        // [sequences + 1]
+  const int32_t* context;     // [sequences] tokens of each after this step
+  const int64_t* block_table; // [sequences, table_stride]
+  int64_t table_stride;
+  const int64_t* slots;       // [tokens] block * block_size + slot
+  const float *cos, *sin;     // [tokens, rot], as the rope op takes them
+  int32_t rot;
+} flash_step;
+
+// Rotate the heads + kv_heads heads at qkv [tokens, heads + 2 kv_heads, dim] (row stride ldq), store keys and values
+// (quantised to the cache's type), write the rotated queries to q [tokens, heads, dim].
+int32_t flash_rope_and_cache_write(void* pool, const float* qkv, int64_t ldq, int32_t heads, const flash_cache* cache,
+                                   const flash_step* step, float* q);
+int64_t flash_attention_scratch(const flash_cache* cache, const flash_step* step, int32_t heads, int32_t threads);
+// out [tokens, heads, dim] = causal softmax(q k^T scale) v
+int32_t flash_attention(void* pool, const float* q, int32_t heads, const flash_cache* cache, const flash_step* step,
+                        float scale, float* out, void* scratch);
+
+// ---- the whole stack: stack.cpp
+typedef struct {
+  const float* norm;          // [hidden] before attention
+  const float* mlp_norm;      // [hidden]
+  const float* head_norm;     // [heads + kv_heads, dim] of queries and keys, or NULL
+  flash_linear qkv, out, gate_up, down;
+  flash_cache cache;
+} flash_layer;
+
+typedef struct {
+  int32_t layers, heads, hidden, inner;
+  float eps, scale;
+  const flash_layer* layer;
+  const float* norm;          // [hidden] the last one
+} flash_stack;
+
+int64_t flash_stack_scratch(const flash_stack* stack, const flash_step* step, int32_t threads);
+// x [tokens, hidden] embeddings, overwritten; out [tokens, hidden] the normalised last hidden states.
+int32_t flash_stack_run(void* pool, const flash_stack* stack, const flash_step* step, float* x, float* out,
+                        void* scratch);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,233 @@
+// Sixteen lanes, the same on every instruction set.
+//
+// Kernels are written once against these primitives and compiled once per instruction set (namespace FLASH_ISA).
+// A value of sixteen floats is one register of AVX-512, two of AVX2, four of NEON, an array otherwise. Every primitive
+// does the same arithmetic, rounding included (fma is fused everywhere), so results agree bit for bit between sets.
+// Compile with -ffp-contract=off: what is fused is written as fma.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define FLASH_INLINE inline __attribute__((always_inline))
+
+namespace flash {
+namespace FLASH_ISA {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+// ---------------------------------------------------------------------------------------------- AVX-512 with VNNI
+struct F { __m512 v; };
+struct I { __m512i v; };
+
+FLASH_INLINE F zero() { return {_mm512_setzero_ps()}; }
+FLASH_INLINE F set1(float x) { return {_mm512_set1_ps(x)}; }
+FLASH_INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+FLASH_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+FLASH_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+// The first n of sixteen, the rest zero.
+FLASH_INLINE F load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+FLASH_INLINE void store(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
+FLASH_INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+FLASH_INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+FLASH_INLINE F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+FLASH_INLINE F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+FLASH_INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+FLASH_INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+FLASH_INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+FLASH_INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+FLASH_INLINE F round(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+FLASH_INLINE F load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+FLASH_INLINE void store_f16(uint16_t* p, F a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+FLASH_INLINE F load_bf16(const uint16_t* p) {
+  __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
+}
+FLASH_INLINE F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}; }
+FLASH_INLINE F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}; }
+// Floats that are whole numbers within int8.
+FLASH_INLINE void store_i8(int8_t* p, F a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+FLASH_INLINE I izero() { return {_mm512_setzero_si512()}; }
+FLASH_INLINE I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+FLASH_INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+FLASH_INLINE F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+FLASH_INLINE F pow2(F whole) {  // 2^whole for whole numbers from -126 to 127
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole.v), _mm512_set1_epi32(127)), 23))};
+}
+FLASH_INLINE void halves(F a, __m256& lo, __m256& hi) {
+  lo = _mm512_castps512_ps256(a.v);
+  hi = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+// ---------------------------------------------------------------------------------------------------------- AVX2
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+
+FLASH_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+FLASH_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+FLASH_INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+FLASH_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+FLASH_INLINE F load(const float* p, int n) {
+  float t[16] = {};
+  std::memcpy(t, p, sizeof(float) * static_cast<size_t>(n));
+  return load(t);
+}
+FLASH_INLINE void store(float* p, F x, int n) {
+  float t[16];
+  store(t, x);
+  std::memcpy(p, t, sizeof(float) * static_cast<size_t>(n));
+}
+FLASH_INLINE F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+FLASH_INLINE F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+FLASH_INLINE F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+FLASH_INLINE F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+FLASH_INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+FLASH_INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+FLASH_INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+FLASH_INLINE F abs(F x) {
+  const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m)};
+}
+FLASH_INLINE F round(F x) {
+  return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+FLASH_INLINE F load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+FLASH_INLINE void store_f16(uint16_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+FLASH_INLINE __m256 widen_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+FLASH_INLINE F load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+FLASH_INLINE F load_i8(const int8_t* p) {
+  __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(w)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(w, 8)))};
+}
+FLASH_INLINE F load_u8(const uint8_t* p) {
+  __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(w)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(w, 8)))};
+}
+FLASH_INLINE void store_i8(int8_t* p, F x) {
+  __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // a0 b0 a1 b1 by 128 bits
+  w = _mm256_permute4x64_epi64(w, 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+FLASH_INLINE I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+FLASH_INLINE I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+FLASH_INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+FLASH_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+FLASH_INLINE __m256 pow2_half(__m256 w) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(w), _mm256_set1_epi32(127)), 23));
+}
+FLASH_INLINE F pow2(F whole) { return {pow2_half(whole.a), pow2_half(whole.b)}; }
+FLASH_INLINE void halves(F x, __m256& lo, __m256& hi) { lo = x.a; hi = x.b; }
+
+#else
+// ------------------------------------------------------------------------------------- plain C++ (NEON: see below)
+// Sixteen floats in an array; compilers turn the loops into whatever vectors there are (NEON's among them).
+struct F { float v[16]; };
+struct I { int32_t v[16]; };
+#define FLASH_EACH for (int i = 0; i < 16; ++i)
+
+FLASH_INLINE F zero() { F r; FLASH_EACH r.v[i] = 0.0f; return r; }
+FLASH_INLINE F set1(float x) { F r; FLASH_EACH r.v[i] = x; return r; }
+FLASH_INLINE F load(const float* p) { F r; std::memcpy(r.v, p, sizeof r.v); return r; }
+FLASH_INLINE void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
+FLASH_INLINE F load(const float* p, int n) { F r = zero(); std::memcpy(r.v, p, sizeof(float) * static_cast<size_t>(n)); return r; }
+FLASH_INLINE void store(float* p, F a, int n) { std::memcpy(p, a.v, sizeof(float) * static_cast<size_t>(n)); }
+FLASH_INLINE F operator+(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] + b.v[i]; return r; }
+FLASH_INLINE F operator-(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] - b.v[i]; return r; }
+FLASH_INLINE F operator*(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] * b.v[i]; return r; }
+FLASH_INLINE F operator/(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] / b.v[i]; return r; }
+FLASH_INLINE F fma(F a, F b, F c) { F r; FLASH_EACH r.v[i] = std::fma(a.v[i], b.v[i], c.v[i]); return r; }
+FLASH_INLINE F max(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return r; }
+FLASH_INLINE F min(F a, F b) { F r; FLASH_EACH r.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return r; }
+FLASH_INLINE F abs(F a) { F r; FLASH_EACH r.v[i] = std::fabs(a.v[i]); return r; }
+FLASH_INLINE F round(F a) { F r; FLASH_EACH r.v[i] = std::nearbyint(a.v[i]); return r; }
+FLASH_INLINE float from_bits(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+FLASH_INLINE uint32_t to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+FLASH_INLINE float half_to_float(uint16_t h) {
+  uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  if (exponent == 0) {
+    float f = static_cast<float>(fraction) * 0x1p-24f;
+    return sign ? -f : f;
+  }
+  return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+FLASH_INLINE uint16_t float_to_half(float f) {  // to nearest, ties to even
+  uint32_t u = to_bits(f), sign = (u >> 16) & 0x8000;
+  u &= 0x7fffffff;
+  if (u > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+  if (u >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+  if (u < 0x38800000) return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(from_bits(u) * 0x1p24f)));
+  u += 0xfff + ((u >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((u - 0x38000000) >> 13));
+}
+FLASH_INLINE F load_f16(const uint16_t* p) { F r; FLASH_EACH r.v[i] = half_to_float(p[i]); return r; }
+FLASH_INLINE void store_f16(uint16_t* p, F a) { FLASH_EACH p[i] = float_to_half(a.v[i]); }
+FLASH_INLINE F load_bf16(const uint16_t* p) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32_t>(p[i]) << 16); return r; }
+FLASH_INLINE F load_i8(const int8_t* p) { F r; FLASH_EACH r.v[i] = p[i]; return r; }
+FLASH_INLINE F load_u8(const uint8_t* p) { F r; FLASH_EACH r.v[i] = p[i]; return r; }
+FLASH_INLINE void store_i8(int8_t* p, F a) { FLASH_EACH p[i] = static_cast<int8_t>(a.v[i]); }
+FLASH_INLINE I izero() { I r; FLASH_EACH r.v[i] = 0; return r; }
+FLASH_INLINE I iset1(int32_t x) { I r; FLASH_EACH r.v[i] = x; return r; }
+FLASH_INLINE I operator+(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] + b.v[i]; return r; }
+FLASH_INLINE F to_float(I a) { F r; FLASH_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
+FLASH_INLINE F pow2(F w) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32_t>(static_cast<int32_t>(w.v[i]) + 127) << 23); return r; }
+#endif
+
+// ----------------------------------------------------------------------------------------------- for all of them
+// Sum and maximum of sixteen lanes in one fixed order: lane i with i + 8, then + 4, + 2, + 1.
+FLASH_INLINE float sum(F x) {
+  float t[16];
+  store(t, x);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i] + t[i + w];
+  return t[0];
+}
+FLASH_INLINE float top(F x) {
+  float t[16];
+  store(t, x);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
+  return t[0];
+}
+// bfloat16, to nearest, ties to even.
+FLASH_INLINE void store_bf16(uint16_t* p, F x) {
+  float t[16];
+  store(t, x);
+  for (int i = 0; i < 16; ++i) {
+    uint32_t u;
+    std::memcpy(&u, t + i, 4);
+    p[i] = static_cast<uint16_t>(t[i] != t[i] ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  }
+}
+// e^x for x <= 88; below -87 it stays at e^-87 (weights that small vanish in every sum). Error below 2 units in the
+// last place: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cody & Waite 1980 for the reduction).
+FLASH_INLINE F exp(F x) {
+  x = max(min(x, set1(88.0f)), set1(-87.0f));
+  F n = round(x * set1(1.44269504088896341f));
+  F r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F p = set1(1.3981999507e-3f);
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p * r, r, r) + set1(1.0f);
+  return p * pow2(n);
+}
+
+}  // namespace FLASH_ISA
+}  // namespace flash
