@@ -3,6 +3,8 @@
 #pragma once
 #include "flash.h"
 
+#define FLASH_API extern "C" __attribute__((visibility("default")))
+
 namespace flash {
 
 // Activations of some rows as int8 with a scale and a sum for every group, for GroupQuant products.
