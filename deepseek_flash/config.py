@@ -17,7 +17,6 @@ ENVIRONMENT: dict[str, str] = {
 """Every environment variable the package reads, with its meaning and [default]. docs/cli.md lists the same."""
 
 LATER: dict[str, str] = {
-    "quantize": "quantised compute",
     "memory_fraction": "the memory guard",
     "memory_budget": "the memory guard",
     "target_itl_ms": "latency-targeted scheduling",
@@ -26,7 +25,6 @@ LATER: dict[str, str] = {
     "l3_cache_gb": "the disk cache tier",
     "verify_every": "cache verification",
     "streaming_timeout_ms": "stream timeouts",
-    "threads": "the native CPU kernels",
     "expert_offload": "expert offload",
     "enforce_eager": "CUDA graphs",
 }
@@ -51,11 +49,15 @@ class EngineConfig(BaseModel):
     """Token budget of one step: decode rows first, the rest is prefill."""
     block_size: int | None = Field(default=None, ge=1, le=4096)
     """Tokens of a cache block [16]."""
-    kv_cache_dtype: Literal["auto", "float32", "fp32"] = "auto"
-    """This version caches in fp32."""
+    kv_cache_dtype: Literal["auto", "float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "int8"] = "auto"
+    """Type of cached keys and values [the checkpoint's float type; fp16 for quantised files]."""
+    quantize: Literal["int4", "int8"] | None = None
+    """Quantise the weights of linear layers while loading."""
     enable_prefix_caching: bool = True
     cache_salt: str = ""
     """Requests share cached prefixes only under the same salt."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """Threads of the native CPU kernels, the engine's own among them [the processors this process may use]."""
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """Derives the seeds of requests that give none, in submission order [fresh entropy]."""
 
@@ -108,7 +110,6 @@ def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
         later = {
             "device": "; CUDA kernels are not in this version",
             "dtype": "; half-precision compute is not in this version",
-            "kv_cache_dtype": "; half-precision and quantised caches are not in this version",
         }.get(name, "")
         hint += later
     elif name in EngineConfig.model_fields:
@@ -122,13 +123,14 @@ def cache_dir() -> Path:
 
 
 def kernels_preference() -> str:
-    """``"reference"`` or ``"auto"`` (DEEPSEEK_FLASH_KERNELS)."""
+    """``"auto"``, ``"torch"`` or ``"reference"`` (DEEPSEEK_FLASH_KERNELS)."""
     value = os.environ.get("DEEPSEEK_FLASH_KERNELS", "auto").strip().lower() or "auto"
-    if value not in ("auto", "reference"):
+    allowed = ("auto", "torch", "reference")
+    if value not in allowed:
         raise ConfigError(
-            f"DEEPSEEK_FLASH_KERNELS={value!r}: must be 'auto' or 'reference'{near_miss(value, ['auto', 'reference'])}",
+            f"DEEPSEEK_FLASH_KERNELS={value!r}: must be 'auto', 'torch' or 'reference'{near_miss(value, allowed)}",
             field="DEEPSEEK_FLASH_KERNELS",
             value=value,
-            allowed="auto, reference",
+            allowed=", ".join(allowed),
         )
     return value

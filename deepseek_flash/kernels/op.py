@@ -49,6 +49,8 @@ class Impl:
     fn: Callable[..., Any]
     unavailable: Callable[[], str | None] = lambda: None
     """Why it cannot run here, or None when it can."""
+    bind: Callable[[Any], Callable[..., Any]] | None = None
+    """For implementations with threads of their own: ``fn`` on the threads of one engine (``cpu.native.Native``)."""
     note: str = ""
     """What a reader of ``Kernels.describe()`` should know."""
 

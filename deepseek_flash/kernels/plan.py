@@ -25,3 +25,21 @@ class AttentionPlan:
     """int64 [T], block * block_size + row of each token."""
     scratch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Belongs to the implementations: indices they derive once and use in every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantCache:
+    """Keys or values of one layer as int8, with a scale for every ``group`` values of a head."""
+
+    values: torch.Tensor
+    """int8 [blocks, block_size, kv heads, D]"""
+    scales: torch.Tensor
+    """fp16 [blocks, block_size, kv heads, D / group]"""
+
+    @property
+    def group(self) -> int:
+        return self.values.shape[-1] // self.scales.shape[-1]
+
+
+Cache = torch.Tensor | QuantCache
+"""Keys or values of one layer; a tensor is fp32, fp16 or bf16 [blocks, block_size, kv heads, D]."""

@@ -11,7 +11,10 @@ import torch
 
 from deepseek_flash.errors import ConfigError
 from deepseek_flash.kernels.op import Case, Cost, Impl, Op
-from deepseek_flash.kernels.plan import AttentionPlan
+from deepseek_flash.kernels.ops.packed import PackedLinear
+from deepseek_flash.kernels.ops.stack import LayerCache, StackWeights
+from deepseek_flash.kernels.plan import AttentionPlan, Cache
+from deepseek_flash.kernels.weights import PackedWeight
 
 __all__ = ["IMPLS", "OPS", "AttentionPlan", "Case", "Cost", "Impl", "Kernels", "Op", "candidates", "op", "select"]
 
@@ -28,6 +31,11 @@ OPS: dict[str, str] = {
     "cache_write": "ops.cache:CACHE_WRITE",
     "rope_and_cache_write": "ops.cache:ROPE_AND_CACHE_WRITE",
     "paged_attention": "ops.attention:PAGED_ATTENTION",
+    "bind_packed": "ops.packed:BIND_PACKED",
+    "packed_linear": "ops.packed:PACKED_LINEAR",
+    "packed_rows": "ops.packed:PACKED_ROWS",
+    "bind_stack": "ops.stack:BIND_STACK",
+    "decoder_stack": "ops.stack:DECODER_STACK",
 }
 """Every op, by name."""
 
@@ -36,13 +44,18 @@ IMPLS: dict[str, dict[str, tuple[str, ...]]] = {
         "embedding": ("cpu.pointwise:EMBEDDING",),
         "pack_linear": ("cpu.linear:PACK_LINEAR",),
         "linear": ("cpu.linear:LINEAR", "cpu.linear:BLAS_LINEAR"),
-        "rms_norm": ("cpu.pointwise:RMS_NORM",),
-        "add_rms_norm": ("cpu.pointwise:ADD_RMS_NORM",),
+        "rms_norm": ("cpu.native:RMS_NORM", "cpu.pointwise:RMS_NORM"),
+        "add_rms_norm": ("cpu.native:ADD_RMS_NORM", "cpu.pointwise:ADD_RMS_NORM"),
         "rope": ("cpu.pointwise:ROPE",),
-        "silu_mul": ("cpu.pointwise:SILU_MUL",),
+        "silu_mul": ("cpu.native:SILU_MUL", "cpu.pointwise:SILU_MUL"),
         "cache_write": ("cpu.paged:CACHE_WRITE",),
-        "rope_and_cache_write": ("cpu.paged:ROPE_AND_CACHE_WRITE",),
-        "paged_attention": ("cpu.attention:PAGED_ATTENTION",),
+        "rope_and_cache_write": ("cpu.native:ROPE_AND_CACHE_WRITE", "cpu.paged:ROPE_AND_CACHE_WRITE"),
+        "paged_attention": ("cpu.native:PAGED_ATTENTION", "cpu.attention:PAGED_ATTENTION"),
+        "bind_packed": ("cpu.native:BIND_PACKED",),
+        "packed_linear": ("cpu.native:PACKED_LINEAR",),
+        "packed_rows": ("cpu.native:PACKED_ROWS",),
+        "bind_stack": ("cpu.native:BIND_STACK",),
+        "decoder_stack": ("cpu.native:DECODER_STACK",),
     },
 }
 """Implementations by device and op, best first; the reference comes after them all."""
@@ -56,6 +69,9 @@ class Kernels:
     chosen: dict[str, Impl]
     why: dict[str, str]
     """Op → why it did not get a better implementation."""
+    packs: bool
+    """Whether weights are to stay as they are stored and caches may be smaller than fp32: with the native kernels and
+    with the reference. The torch implementations between them work on fp32."""
     embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     pack_linear: Callable[[torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -65,7 +81,14 @@ class Kernels:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     cache_write: Callable[[torch.Tensor, torch.Tensor, AttentionPlan], None]
     rope_and_cache_write: Callable[..., torch.Tensor]
-    paged_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+    paged_attention: Callable[[torch.Tensor, Cache, Cache, AttentionPlan, float], torch.Tensor]
+    bind_packed: Callable[[tuple[PackedWeight, ...], torch.Tensor | None], PackedLinear]
+    packed_linear: Callable[[torch.Tensor, PackedLinear], torch.Tensor]
+    packed_rows: Callable[[PackedLinear, torch.Tensor], torch.Tensor]
+    bind_stack: Callable[[StackWeights], StackWeights]
+    decoder_stack: Callable[
+        [torch.Tensor, StackWeights, tuple[LayerCache, ...], torch.Tensor, torch.Tensor, AttentionPlan], torch.Tensor
+    ]
 
     def describe(self) -> dict[str, str]:
         """Op → name of its implementation, with what there is to know about it."""
@@ -93,8 +116,15 @@ def candidates(device: str, name: str) -> list[Impl]:
     return [*listed, Impl(name, "reference", op(name).reference)]
 
 
-def select(device: str, prefer: str = "auto") -> Kernels:
-    """Resolve every op for ``device``; ``prefer="reference"`` takes the definition of each."""
+PREFERENCES = ("auto", "torch", "reference")
+
+
+def select(device: str, prefer: str = "auto", threads: int | None = None) -> Kernels:
+    """Resolve every op for ``device``.
+
+    ``prefer``: ``"auto"`` takes the best there is, ``"torch"`` leaves out the native ones, ``"reference"`` takes the
+    definition of each. ``threads`` of the native kernels [the processors this process may use].
+    """
     if device not in IMPLS:
         raise ConfigError(
             f"device={device!r}: there are kernels for {', '.join(IMPLS)}",
@@ -102,12 +132,12 @@ def select(device: str, prefer: str = "auto") -> Kernels:
             value=device,
             allowed=", ".join(IMPLS),
         )
-    if prefer not in ("auto", "reference"):
+    if prefer not in PREFERENCES:
         raise ConfigError(
-            f"kernels={prefer!r}: must be 'auto' or 'reference'",
+            f"kernels={prefer!r}: must be {', '.join(map(repr, PREFERENCES[:-1]))} or {PREFERENCES[-1]!r}",
             field="kernels",
             value=prefer,
-            allowed="auto, reference",
+            allowed=", ".join(PREFERENCES),
         )
     chosen: dict[str, Impl] = {}
     why: dict[str, str] = {}
@@ -115,10 +145,19 @@ def select(device: str, prefer: str = "auto") -> Kernels:
         options = candidates(device, name)
         if prefer == "reference":
             options = options[-1:]
+        elif prefer == "torch":
+            options = [i for i in options if i.bind is None]
         for impl in options:
             reason = impl.unavailable()
             if reason is None:
                 chosen[name] = impl
                 break
             why[name] = reason
-    return Kernels(device=device, chosen=chosen, why=why, **{name: impl.fn for name, impl in chosen.items()})
+    native: Any = None
+    functions: dict[str, Any] = {}
+    for name, impl in chosen.items():
+        if impl.bind is not None and native is None:
+            native = importlib.import_module(f"{_PACKAGE}.cpu.native").Native(threads)
+        functions[name] = impl.fn if impl.bind is None else impl.bind(native)
+    packs = prefer == "reference" or chosen["packed_linear"].bind is not None
+    return Kernels(device=device, chosen=chosen, why=why, packs=packs, **functions)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deepseek_flash.errors import InternalError, MemoryBudgetError
+from deepseek_flash.kernels.plan import Cache, QuantCache
 from deepseek_flash.kv.blocks import BlockCopy
 from deepseek_flash.kv.spec import CacheSpec
 
@@ -47,6 +48,12 @@ class KVStore:
     def view(self, group: int, layer: int, field: str) -> torch.Tensor:
         """One field of one layer: [blocks, rows_per_block, *row shape], rows contiguous, blocks strided."""
         return self._views[group, layer, field]
+
+    def cache(self, group: int, layer: int, field: str) -> Cache:
+        """Keys or values of one layer as kernels take them: a view, or int8 values with their scales."""
+        values = self._views[group, layer, field]
+        scales = self._views.get((group, layer, f"{field}_scale"))
+        return values if scales is None else QuantCache(values, scales)
 
     def apply(self, zero: Iterable[tuple[int, int]] = (), copies: Iterable[BlockCopy] = ()) -> None:
         """Clear (group, block) pairs, then copy blocks one after the other."""

@@ -63,13 +63,14 @@ class Attention(nn.Module):
         self.norm_eps = norm_eps
         self.q_norm = None if norm_eps is None else empty(head_dim)
         self.k_norm = None if norm_eps is None else empty(head_dim)
-        self._head_norms: torch.Tensor | None = None
+        self.head_norms: torch.Tensor | None = None
+        """[heads + kv heads, D], after loading."""
 
     def after_load(self) -> None:
         """One weight row a head, so that q and k are normalised together."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.detach(), self.k_norm.detach()
-            self._head_norms = torch.cat((q.expand(self.heads, -1), k.expand(self.kv_heads, -1)))
+            self.head_norms = torch.cat((q.expand(self.heads, -1), k.expand(self.kv_heads, -1)))
 
     def forward(self, x: torch.Tensor, step: AttentionStep, store: KVStore) -> torch.Tensor:
         """[T, hidden] → [T, hidden]."""
@@ -77,9 +78,9 @@ class Attention(nn.Module):
         turning = self.heads + self.kv_heads
         qk, v = qkv[:, :turning], qkv[:, turning:]
         if self.norm_eps is not None:
-            assert self._head_norms is not None, "forward before after_load"
-            qk = self._rms_norm(qk, self._head_norms, self.norm_eps)
-        k_cache, v_cache = store.view(0, self.layer, "k"), store.view(0, self.layer, "v")
+            assert self.head_norms is not None, "forward before after_load"
+            qk = self._rms_norm(qk, self.head_norms, self.norm_eps)
+        k_cache, v_cache = store.cache(0, self.layer, "k"), store.cache(0, self.layer, "v")
         q = self._rope_and_cache_write(qk, v, step.cos, step.sin, k_cache, v_cache, step.plan)
         attended = self._paged_attention(q, k_cache, v_cache, step.plan, self.scale)
         out: torch.Tensor = self.out(attended.reshape(x.shape[0], -1))

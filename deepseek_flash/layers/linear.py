@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from deepseek_flash.kernels.ops.packed import PackedLinear
 from deepseek_flash.kernels.registry import Kernels
+from deepseek_flash.kernels.weights import PackedWeight
 
 
 def empty(*shape: int) -> nn.Parameter:
@@ -22,20 +24,36 @@ class Linear(nn.Module):
     def __init__(self, kernels: Kernels, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
         self._linear, self._pack = kernels.linear, kernels.pack_linear
+        self._packed_linear, self._bind = kernels.packed_linear, kernels.bind_packed
         self.inputs, self.outputs = inputs, outputs
         self.weight = empty(outputs, inputs)
         self.bias = empty(outputs) if bias else None
-        self._packed: torch.Tensor | None = None
+        self._parts: tuple[PackedWeight, ...] = ()
+        self._wide: torch.Tensor | None = None
+        self.packed: PackedLinear | None = None
+        """The weights as they are stored, once loaded so."""
+
+    def take_weight(self, parts: tuple[PackedWeight, ...]) -> None:
+        """Weights that stay packed, in place of the parameter."""
+        self._parts, self.weight = parts, None
 
     def after_load(self) -> None:
-        """Pack the weight and drop the plain one."""
-        if self.weight is not None:
-            self._packed = self._pack(self.weight.detach())
+        """Put the weight into the kernels' form and drop the plain one."""
+        if self._parts:
+            self.packed = self._bind(self._parts, None if self.bias is None else self.bias.detach())
+            self._parts = ()
+        elif self.weight is not None:
+            self._wide = self._pack(self.weight.detach())
             self.weight = None
 
     def weight_bytes(self) -> int:
+        """Bytes of weights and bias."""
+        if self.packed is not None:
+            return self.packed.nbytes
         return 4 * self.outputs * (self.inputs + (self.bias is not None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._packed is not None, "forward before after_load"
-        return self._linear(x, self._packed, self.bias)
+        if self.packed is not None:
+            return self._packed_linear(x, self.packed)
+        assert self._wide is not None, "forward before after_load"
+        return self._linear(x, self._wide, self.bias)

@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from deepseek_flash.errors import FormatError, UnsupportedModel
+from deepseek_flash.kernels.ops.packed import PackedLinear
+from deepseek_flash.kernels.ops.stack import StackWeights
 from deepseek_flash.kernels.registry import Kernels
 from deepseek_flash.kv.spec import CacheSpec
 from deepseek_flash.kv.store import KVStore
 from deepseek_flash.layers.batch import ForwardBatch
+from deepseek_flash.layers.embed import Embedding
 from deepseek_flash.layers.linear import Linear
 from deepseek_flash.loading.rules import Rule
 
@@ -43,7 +46,7 @@ class Model(nn.Module, ABC):
 
     def weight_bytes(self) -> int:
         """Bytes of all weights, shared ones once."""
-        linears = [m for m in self.modules() if isinstance(m, Linear)]
+        linears = [m for m in self.modules() if isinstance(m, (Linear, Embedding))]
         inside = {id(p) for m in linears for p in m.parameters()}
         rest = sum(p.numel() * p.element_size() for p in self.parameters() if id(p) not in inside)
         return rest + sum(m.weight_bytes() for m in linears)
@@ -56,8 +59,10 @@ class Model(nn.Module, ABC):
                 if storage.resizable():  # not so for pages of a mapped file, which go with the reference
                     storage.resize_(0)
                 setattr(module, name, None)
-            # Packed weights are opaque tensors in plain attributes: dropping the reference frees them.
-            for name in [k for k, v in vars(module).items() if isinstance(v, torch.Tensor)]:
+            # Packed weights are values in plain attributes: dropping the references frees them.
+            for name in [
+                k for k, v in vars(module).items() if isinstance(v, (torch.Tensor, PackedLinear, StackWeights))
+            ]:
                 setattr(module, name, None)
 
 

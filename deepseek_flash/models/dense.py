@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepseek_flash.kernels.ops.stack import LayerCache, LayerWeights, StackWeights
 from deepseek_flash.kernels.registry import Kernels
 from deepseek_flash.kv.spec import CacheSpec, Field, Group
 from deepseek_flash.kv.store import KVStore
@@ -49,12 +50,23 @@ class DenseInfo(ModelInfo):
     qk_norm: bool
 
     def cache_spec(self, block_size: int, dtype: str = "float32") -> CacheSpec:
-        shape = (self.kv_heads, self.head_dim)
-        fields = tuple(Field(name, i, shape, dtype) for i in range(self.num_layers) for name in ("k", "v"))
-        return CacheSpec(block_size, (Group("kv", "rows", fields),))
+        fields = [f for i in range(self.num_layers) for name in ("k", "v") for f in self._fields(name, i, dtype)]
+        return CacheSpec(block_size, (Group("kv", "rows", tuple(fields)),))
+
+    def _fields(self, name: str, layer: int, dtype: str) -> list[Field]:
+        values = Field(name, layer, (self.kv_heads, self.head_dim), dtype)
+        if dtype != "int8":
+            return [values]
+        scales = (self.kv_heads, self.head_dim // scale_group(self.head_dim))
+        return [values, Field(f"{name}_scale", layer, scales, "float16")]
 
     def build(self, kernels: Kernels) -> DenseModel:
         return DenseModel(self, kernels)
+
+
+def scale_group(head_dim: int) -> int:
+    """Values of a head that share a scale in an int8 cache: the largest of 64, 32, 16 that divides it, else all."""
+    return next((g for g in (64, 32, 16) if head_dim % g == 0), head_dim)
 
 
 class DenseLayer(nn.Module):
@@ -77,6 +89,22 @@ class DenseLayer(nn.Module):
         self.mlp_norm = RMSNorm(kernels, info.hidden_size, info.eps)
         self.mlp = GatedMLP(kernels, info.hidden_size, info.inner, bias=info.mlp_bias)
 
+    def packed(self) -> LayerWeights | None:
+        """The layer's weights as the one-call kernel takes them, or None when some are not packed."""
+        qkv, out = self.attention.qkv.packed, self.attention.out.packed
+        gate_up, down = self.mlp.gate_up.packed, self.mlp.down.packed
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            norm=self.attention_norm.weight.detach(),
+            mlp_norm=self.mlp_norm.weight.detach(),
+            head_norm=self.attention.head_norms,
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+        )
+
     def forward(
         self, stream: torch.Tensor, update: torch.Tensor | None, step: AttentionStep, store: KVStore
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,18 +124,45 @@ class DenseModel(Model):
         self.layers = nn.ModuleList(DenseLayer(info, kernels, i) for i in range(info.num_layers))
         self.norm = RMSNorm(kernels, info.hidden_size, info.eps)
         self.head = None if info.tied else Linear(kernels, info.hidden_size, info.vocab_size)
+        self._info, self._kernels = info, kernels
+        self._stack: StackWeights | None = None
+        self._caches: tuple[KVStore, tuple[LayerCache, ...]] | None = None
         self.rotary = Rotary(info.rope.rot, info.rope.theta, info.rope.scaling)
         self.rules = tuple(_rules(info))
         # Files of 2023 store the rotary frequencies; some store the tied head too.
         self.ignore = (r".*rotary_emb\.inv_freq", r"rope_freqs\.weight", *((r"lm_head\.weight",) if info.tied else ()))
 
+    def after_load(self) -> None:
+        """Hand all layers to the kernel that runs them in one call, when their weights are packed."""
+        layers = [layer.packed() for layer in self.layers if isinstance(layer, DenseLayer)]
+        if all(layer is not None for layer in layers):
+            self._stack = self._kernels.bind_stack(
+                StackWeights(
+                    heads=self._info.heads,
+                    eps=self._info.eps,
+                    scale=self._info.head_dim**-0.5,
+                    layers=tuple(layer for layer in layers if layer is not None),
+                    norm=self.norm.weight.detach(),
+                )
+            )
+
     def hidden(self, batch: ForwardBatch, store: KVStore) -> torch.Tensor:
         step = AttentionStep.of(batch, self.rotary)
+        if self._stack is not None:
+            x = self.embed(batch.token_ids)
+            return self._kernels.decoder_stack(x, self._stack, self._layer_caches(store), step.cos, step.sin, step.plan)
         stream, update = self.embed(batch.token_ids), None
         for layer in self.layers:
             stream, update = layer(stream, update, step, store)
         out: torch.Tensor = self.norm(stream, update)[0]
         return out
+
+    def _layer_caches(self, store: KVStore) -> tuple[LayerCache, ...]:
+        """Of all layers; the same object as long as the store is."""
+        if self._caches is None or self._caches[0] is not store:
+            caches = [(store.cache(0, i, "k"), store.cache(0, i, "v")) for i in range(len(self.layers))]
+            self._caches = store, tuple(caches)
+        return self._caches[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.embed.logits(hidden) if self.head is None else self.head(hidden)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,23 @@ class FlashRuntime:
         self.tokenizer = _tokenizer(source, self.path)
         generation_config = dict(source.generation_config)
         read_generation_config(generation_config)
-        self.plan = plan_cache(self.config, self.info, self._kv_blocks)
-        self.kernels: Kernels = select("cpu", kernels_preference())
+        self.kernels: Kernels = select("cpu", kernels_preference(), self.config.threads)
+        if self.config.quantize and not self.kernels.packs:
+            raise _needs_native("quantize", self.config.quantize)
+        self.cache_dtype = cache_dtype(self.config, source, self.kernels)
+        self.plan = plan_cache(self.config, self.info, self.cache_dtype, self._kv_blocks)
         self._memory.callback(trim_heap)
         self.model: Model = self.info.build(self.kernels)
         self._memory.callback(self.model.release)
-        load_model_weights(self.model, self.model.rules, source, torch.float32)
-        self.fingerprint = source.fingerprint()
+        load_model_weights(
+            self.model,
+            self.model.rules,
+            source,
+            torch.float32,
+            packed=self.kernels.packs,
+            quantize=self.config.quantize,
+        )
+        self.fingerprint = blake2b(source.fingerprint() + (self.config.quantize or "").encode()).digest()[:32]
         eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
         self.weight_bytes = self.model.weight_bytes()
         self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
@@ -164,7 +175,7 @@ class FlashRuntime:
                 "prefill_chunk_size": self.config.prefill_chunk_size,
             },
             "cache": {
-                "dtype": "float32",
+                "dtype": self.cache_dtype,
                 "block_size": plan.spec.block_size,
                 "blocks": list(plan.blocks),
                 "bytes": plan.bytes,
@@ -187,7 +198,36 @@ class FlashRuntime:
         self.loop.close()
 
 
-def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = None) -> CachePlan:
+_CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def cache_dtype(config: EngineConfig, source: TensorSource, kernels: Kernels) -> str:
+    """Type of cached keys and values: the one asked for; else the float type of the checkpoint's matrices, fp16 when
+    they are quantised; fp32 where only the torch kernels are there, which know no other."""
+    asked = _CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    if not kernels.packs:
+        if asked not in ("auto", "float32"):
+            raise _needs_native("kv_cache_dtype", config.kv_cache_dtype)
+        return "float32"
+    if asked != "auto":
+        return asked
+    kinds = {source.dtype(name) for name in source.names() if len(source.shape(name)) > 1}
+    if kinds <= _FLOATS.keys():
+        return max((_FLOATS[kind] for kind in kinds), key=("float16", "bfloat16", "float32").index, default="float32")
+    return "float16"
+
+
+def _needs_native(option: str, value: str) -> ConfigError:
+    return ConfigError(
+        f"{option}={value!r} needs the native CPU kernels, which are not there (deepseek-flash doctor says why); "
+        f"install a C++ compiler, or leave the option out",
+        field=option,
+        value=value,
+    )
+
+
+def plan_cache(config: EngineConfig, info: ModelInfo, dtype: str, kv_blocks: int | None = None) -> CachePlan:
     """Size the cache: what ``max_batch_size`` full sequences can use, but no more than one full sequence or a
     quarter of the free memory, whichever is larger. Raises MemoryBudgetError when even that is not there."""
     longest = config.max_model_len or info.max_position
@@ -198,7 +238,7 @@ def plan_cache(config: EngineConfig, info: ModelInfo, kv_blocks: int | None = No
             value=longest,
             allowed=f"2 to {info.max_position}",
         )
-    spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, "float32")
+    spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, dtype)
     free = host_memory().available
     share = int(free * CACHE_SHARE)
     if kv_blocks is None and config.max_model_len is None:

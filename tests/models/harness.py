@@ -23,8 +23,9 @@ from deepseek_flash.scheduler.sequence import Sequence
 def load(path: Path, prefer: str = "auto") -> tuple[ModelInfo, Model]:
     with open_source(path) as source:
         info = resolve(source.config)
-        model = info.build(select("cpu", prefer))
-        load_model_weights(model, model.rules, source, torch.float32)
+        kernels = select("cpu", prefer)
+        model = info.build(kernels)
+        load_model_weights(model, model.rules, source, torch.float32, packed=kernels.packs)
     return info, model
 
 

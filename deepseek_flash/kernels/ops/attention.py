@@ -7,33 +7,36 @@ from collections.abc import Iterator
 import torch
 
 from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
-from deepseek_flash.kernels.ops.cache import blank_cache
-from deepseek_flash.kernels.plan import AttentionPlan
+from deepseek_flash.kernels.ops.cache import blank_cache, cached
+from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 
 
-def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scale: float
-) -> torch.Tensor:
+def paged_attention(q: torch.Tensor, k_cache: Cache, v_cache: Cache, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """``softmax(q k^T * scale) v`` for ``q [T, heads, D]`` → [T, heads, D], causal, each sequence on its own.
 
     ``k_cache``, ``v_cache`` [blocks, block_size, kv heads, D] already hold this step's tokens. Query head h reads kv
     head ``h // (heads / kv heads)``. Rows of the cache that belong to no token of the sequence may hold anything,
     NaN included, and change nothing.
     """
-    block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    block_size, kv_heads = values_of(k_cache).shape[1:3]
     group = q.shape[1] // kv_heads
     out = torch.empty_like(q)
     for s, context in enumerate(plan.context_lens):
         a, b = plan.cu_q[s], plan.cu_q[s + 1]
         at = torch.arange(context)
         block, row = plan.block_table[s, at // block_size], at % block_size
-        k = k_cache[block, row].repeat_interleave(group, dim=1)  # [context, heads, D]
-        v = v_cache[block, row].repeat_interleave(group, dim=1)
+        k = cached(k_cache, block, row).repeat_interleave(group, dim=1)  # [context, heads, D]
+        v = cached(v_cache, block, row).repeat_interleave(group, dim=1)
         scores = torch.einsum("nhd,lhd->hnl", q[a:b], k) * scale
         future = at[None, :] > torch.arange(context - (b - a), context)[:, None]
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         out[a:b] = torch.einsum("hnl,lhd->nhd", weights, v)
     return out
+
+
+def values_of(cache: Cache) -> torch.Tensor:
+    """The tensor [blocks, block_size, kv heads, D] of a cache of any type."""
+    return cache.values if isinstance(cache, QuantCache) else cache
 
 
 def paged_case(
@@ -83,13 +86,14 @@ def _inputs(gen: torch.Generator) -> Iterator[Case]:
     yield Case("weights that vanish", (30 * q, 30 * k, v, plan, scale))
 
 
-def _cost(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scale: float) -> Cost:
+def _cost(q: torch.Tensor, k_cache: Cache, v_cache: Cache, plan: AttentionPlan, scale: float) -> Cost:
     heads, dim = q.shape[1], q.shape[2]
+    keys = values_of(k_cache)
     flops = moved = 0
     for s, context in enumerate(plan.context_lens):
         new = plan.cu_q[s + 1] - plan.cu_q[s]
         flops += 4 * heads * dim * (new * context - new * (new - 1) // 2)
-        moved += 2 * context * k_cache.shape[2] * dim * k_cache.element_size()
+        moved += 2 * context * keys.shape[2] * dim * keys.element_size()
     return Cost(flops, moved + 2 * nbytes(q))
 
 

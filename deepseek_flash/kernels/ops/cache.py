@@ -8,16 +8,39 @@ import torch
 
 from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
 from deepseek_flash.kernels.ops.rope import rope, tables
-from deepseek_flash.kernels.plan import AttentionPlan
+from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 
 
-def cache_write(rows: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> None:
-    """Put token t's ``rows [T, ...]`` at slot ``plan.slots[t]`` of ``cache [blocks, block_size, ...]``.
+def cache_write(rows: torch.Tensor, cache: Cache, plan: AttentionPlan) -> None:
+    """Put token t's ``rows [T, ...]`` at slot ``plan.slots[t]`` of ``cache [blocks, block_size, ...]``, in its type.
 
     Rows of the cache are contiguous; blocks may lie further apart than their own size.
     """
+    if isinstance(cache, QuantCache):
+        values, scales = quantize_heads(rows, cache.group)
+        cache_write(values, cache.values, plan)
+        cache_write(scales, cache.scales, plan)
+        return
     block_size = cache.shape[1]
-    cache[plan.slots // block_size, plan.slots % block_size] = rows
+    cache[plan.slots // block_size, plan.slots % block_size] = rows.to(cache.dtype)
+
+
+def quantize_heads(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [..., D] → int8 [..., D] and fp16 [..., D / group]: scale = fp16(max |x| / 127) of each group of values,
+    q = x / scale rounded to even, within -127..127; a scale of zero gives zeros."""
+    parts = rows.unflatten(-1, (-1, group))
+    scales = (parts.abs().amax(-1) / 127.0).half()
+    wide = scales.float().unsqueeze(-1)
+    q = torch.where(wide > 0, parts / wide, 0.0).round().clamp(-127, 127)
+    return q.flatten(-2).to(torch.int8), scales
+
+
+def cached(cache: Cache, block: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Rows (block[i], row[i]) as fp32 [..., kv heads, D]."""
+    if isinstance(cache, QuantCache):
+        scales = cache.scales[block, row].float().repeat_interleave(cache.group, -1)
+        return cache.values[block, row].float() * scales
+    return cache[block, row].float()
 
 
 def rope_and_cache_write(
@@ -25,8 +48,8 @@ def rope_and_cache_write(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     plan: AttentionPlan,
 ) -> torch.Tensor:
     """Rotate ``qk [T, heads + kv heads, D]``, cache its keys and ``v [T, kv heads, D]``, return the queries.

@@ -7,18 +7,20 @@
 
 namespace flash {
 
-// Activations of some rows as int8 with a scale and a sum for every group, for GroupQuant products.
-//   q      int8 [rows, k rounded up to 32 and to the group]; zero past k
-//   scale  fp32 [rows, groups], amax / 127
-//   total  int32 [rows, groups], sum of q
+// Activations of some rows as int8 with a scale for every group, for GroupQuant products.
+//   q       int8 [rows, ldq]; zero from k to the end of its group
+//   scale   fp32 [rows, stride], largest magnitude / 127 (NaN when a value is not finite)
+//   moment  fp32 [rows, stride], scale times the sum of q
 struct QuantRows {
   int8_t* q;
   float* scale;
-  int32_t* total;
-  int64_t ldq;      // bytes from row to row, a multiple of 64
-  int64_t groups;   // a row
+  float* moment;
+  int64_t ldq;     // bytes from row to row
+  int64_t stride;  // floats from row to row of scale and moment
   int32_t group;
 };
+
+struct AttentionJob;  // attention_plan.h
 
 struct Ops {
   const char* name;
@@ -43,9 +45,9 @@ struct Ops {
   // attention.cpp
   void (*rope_write)(const float* qkv, int64_t ldq, int32_t heads, const flash_cache& cache, const flash_step& step,
                      float* q, int64_t begin, int64_t end);
-  // One work item of an attention plan; the item's meaning belongs to attention.cpp and attention_plan.h.
-  void (*attend)(const void* plan, int64_t item, void* buffer);
-  void (*combine)(const void* plan, int64_t begin, int64_t end);
+  // Work items of an attention plan (attention_plan.h), and sequences of it whose parts are to be put together.
+  void (*attend)(const AttentionJob& job, void* buffer, int64_t begin, int64_t end);
+  void (*combine)(const AttentionJob& job, int64_t begin, int64_t end);
 };
 
 const Ops& ops();  // of the instruction set in use

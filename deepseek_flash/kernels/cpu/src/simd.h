@@ -187,8 +187,114 @@ FLASH_INLINE F to_float(I a) { F r; FLASH_EACH r.v[i] = static_cast<float>(a.v[i
 FLASH_INLINE F pow2(F w) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32_t>(static_cast<int32_t>(w.v[i]) + 127) << 23); return r; }
 #endif
 
+// -------------------------------------------------------------------------- bytes and dot products of four of them
+// Bytes: 64 unsigned weights, four consecutive inputs of each of sixteen outputs. dot() multiplies them with four
+// signed activations, the same for every output, and adds the four products to the output's sum.
+//
+// Partial holds such sums of one unit of at most 32 inputs. AVX-512 adds straight to 32 bits. AVX2 adds pairs to 16
+// bits, as many as cannot overflow for weights of so many bits, and widens then.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+struct Bytes { __m512i v; };
+FLASH_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+FLASH_INLINE void store_bytes(uint8_t* p, Bytes b) { _mm512_storeu_si512(p, b.v); }
+FLASH_INLINE Bytes masked(Bytes b, int m) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(static_cast<char>(m)))}; }
+template <int N> FLASH_INLINE Bytes up(Bytes b) { return {_mm512_slli_epi16(b.v, N)}; }
+template <int N> FLASH_INLINE Bytes down(Bytes b) { return {_mm512_srli_epi16(b.v, N)}; }
+FLASH_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int BITS> struct Partial {
+  I total{izero()};
+  template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) { total.v = _mm512_dpbusd_epi32(total.v, w.v, _mm512_set1_epi32(x)); }
+  FLASH_INLINE I done() const { return total; }
+};
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+struct Bytes { __m256i a, b; };
+FLASH_INLINE Bytes load_bytes(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+FLASH_INLINE void store_bytes(uint8_t* p, Bytes w) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), w.b);
+}
+FLASH_INLINE Bytes masked(Bytes w, int m) {
+  const __m256i k = _mm256_set1_epi8(static_cast<char>(m));
+  return {_mm256_and_si256(w.a, k), _mm256_and_si256(w.b, k)};
+}
+template <int N> FLASH_INLINE Bytes up(Bytes w) { return {_mm256_slli_epi16(w.a, N), _mm256_slli_epi16(w.b, N)}; }
+template <int N> FLASH_INLINE Bytes down(Bytes w) { return {_mm256_srli_epi16(w.a, N), _mm256_srli_epi16(w.b, N)}; }
+FLASH_INLINE Bytes operator|(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+template <int BITS> struct Partial {
+  static constexpr int kSteps = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;  // steps * 2 * (2^BITS - 1) * 127 stays below 2^15
+  I total{izero()};
+  __m256i a{_mm256_setzero_si256()}, b{_mm256_setzero_si256()};
+  template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w.a, v));
+    b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w.b, v));
+    // GCC 12 reassociates this chain and spills; an empty statement keeps the sums where they are.
+    asm("" : "+x"(a), "+x"(b));
+    if (STEP % kSteps == kSteps - 1) widen();
+  }
+  FLASH_INLINE void widen() {
+    const __m256i ones = _mm256_set1_epi16(1);
+    total.a = _mm256_add_epi32(total.a, _mm256_madd_epi16(a, ones));
+    total.b = _mm256_add_epi32(total.b, _mm256_madd_epi16(b, ones));
+    a = b = _mm256_setzero_si256();
+  }
+  FLASH_INLINE I done() const { return total; }
+};
+template <> struct Partial<8> {  // |w| as unsigned, the sign moved to x: products of at most 128 * 127
+  I total{izero()};
+  template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x), ones = _mm256_set1_epi16(1), half = _mm256_set1_epi8(static_cast<char>(0x80));
+    const __m256i wa = _mm256_xor_si256(w.a, half), wb = _mm256_xor_si256(w.b, half);
+    // sum of 128 x, so that the result is that of the unsigned weights
+    const __m256i rest = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(64), v), _mm256_set1_epi16(2));
+    total.a = _mm256_add_epi32(total.a, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(wa), _mm256_sign_epi8(v, wa)), ones));
+    total.b = _mm256_add_epi32(total.b, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(wb), _mm256_sign_epi8(v, wb)), ones));
+    total.a = _mm256_add_epi32(total.a, rest);
+    total.b = _mm256_add_epi32(total.b, rest);
+  }
+  FLASH_INLINE I done() const { return total; }
+};
+#else
+struct Bytes { uint8_t v[64]; };
+FLASH_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 64); return r; }
+FLASH_INLINE void store_bytes(uint8_t* p, Bytes b) { std::memcpy(p, b.v, 64); }
+FLASH_INLINE Bytes masked(Bytes b, int m) { for (auto& x : b.v) x = static_cast<uint8_t>(x & m); return b; }
+template <int N> FLASH_INLINE Bytes up(Bytes b) { for (auto& x : b.v) x = static_cast<uint8_t>(x << N); return b; }
+template <int N> FLASH_INLINE Bytes down(Bytes b) { for (auto& x : b.v) x = static_cast<uint8_t>(x >> N); return b; }
+FLASH_INLINE Bytes operator|(Bytes a, Bytes b) { for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] | b.v[i]); return a; }
+template <int BITS> struct Partial {
+  I total{izero()};
+  template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
+    int8_t s[4];
+    std::memcpy(s, &x, 4);
+    FLASH_EACH total.v[i] += w.v[4 * i] * s[0] + w.v[4 * i + 1] * s[1] + w.v[4 * i + 2] * s[2] + w.v[4 * i + 3] * s[3];
+  }
+  FLASH_INLINE I done() const { return total; }
+};
+#endif
+
 // ----------------------------------------------------------------------------------------------- for all of them
 // Sum and maximum of sixteen lanes in one fixed order: lane i with i + 8, then + 4, + 2, + 1.
+#if defined(__AVX2__)
+FLASH_INLINE float sum(F x) {
+  __m256 lo, hi;
+  halves(x, lo, hi);
+  lo = _mm256_add_ps(lo, hi);
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(lo), _mm256_extractf128_ps(lo, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+FLASH_INLINE float top(F x) {
+  __m256 lo, hi;
+  halves(x, lo, hi);
+  lo = _mm256_max_ps(lo, hi);
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(lo), _mm256_extractf128_ps(lo, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+#else
 FLASH_INLINE float sum(F x) {
   float t[16];
   store(t, x);
@@ -203,6 +309,7 @@ FLASH_INLINE float top(F x) {
     for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
   return t[0];
 }
+#endif
 // bfloat16, to nearest, ties to even.
 FLASH_INLINE void store_bf16(uint16_t* p, F x) {
   float t[16];

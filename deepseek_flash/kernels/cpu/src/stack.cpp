@@ -5,6 +5,8 @@
 //
 // Work on rows (norm, int8, gate) is one loop over tokens, products are loops over panels of 16 outputs; between two
 // loops all threads meet. Everything a row's result depends on is computed from that row in a fixed order.
+#include <initializer_list>
+
 #include "attention.h"
 #include "linear.h"
 #include "ops.h"

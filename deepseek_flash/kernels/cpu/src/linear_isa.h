@@ -1,0 +1,387 @@
+// Products with packed weights. A panel's sixteen outputs are the sixteen lanes; for every group of inputs the integer
+// sums of four products at a time start at zero, become floats once, and are added with the group's scale:
+//
+//   y[o] += float(sum q_w[o] q_x) * (d[o] * scale_x)   then   y[o] += m[o] * moment_x     (m = -d zero, or -d z)
+//
+// A row's sums depend on nothing but the row: blocks of 1, 2, 4 or 8 rows do the same operations in the same order.
+// Few rows read the stream directly and unpack it in registers; many rows share a panel that is unpacked once into
+// bytes and floats that stay in the cache.
+#pragma once
+#include "linear_layout.h"
+#include "ops.h"
+#include "simd.h"
+
+namespace flash {
+namespace FLASH_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kMostRows = 8;
+#elif defined(__AVX2__)
+constexpr int kMostRows = 2;
+#else
+constexpr int kMostRows = 1;
+#endif
+constexpr int kPrefetch = 1344;  // bytes ahead; measured best between 1 and 2 KB
+
+// Quad STEP of a unit whose packed codes start at `codes`; `high` is where the group's upper bits for it start.
+template <int BITS, int STEP>
+FLASH_INLINE Bytes quad(const uint8_t* codes, const uint8_t* high) {
+  if constexpr (BITS == 8) {
+    return load_bytes(codes + 64 * STEP);
+  } else {
+    const Bytes two = load_bytes(codes + 64 * (STEP / 2));
+    const Bytes low = masked(STEP % 2 ? down<4>(two) : two, 0x0f);
+    if constexpr (BITS == 4) {
+      return low;
+    } else if constexpr (BITS == 5) {
+      const Bytes h = load_bytes(high);
+      constexpr int j = STEP % 8;
+      if constexpr (j < 4) return low | masked(up<4 - j>(h), 0x10);
+      else if constexpr (j == 4) return low | masked(h, 0x10);
+      else return low | masked(down<j - 4>(h), 0x10);
+    } else {
+      const Bytes h = load_bytes(high + 64 * (STEP / 4));
+      constexpr int j = STEP % 4;
+      if constexpr (j < 2) return low | masked(up<4 - 2 * j>(h), 0x30);
+      else if constexpr (j == 2) return low | masked(h, 0x30);
+      else return low | masked(down<2>(h), 0x30);
+    }
+  }
+}
+
+FLASH_INLINE int32_t four(const int8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+// Steps STEP .. STEPS - 1 of a unit for ROWS rows. Packed codes, or bytes when the panel has been unpacked.
+template <int BITS, int STEPS, int ROWS, bool UNPACKED, int STEP = 0>
+FLASH_INLINE void unit_steps(Partial<BITS>* sums, const uint8_t* codes, const uint8_t* high, const int8_t* const* x,
+                             int64_t at) {
+  if constexpr (STEP < STEPS) {
+    const Bytes w = UNPACKED ? load_bytes(codes + 64 * STEP) : quad<BITS, STEP>(codes, high);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[r].template dot<STEP>(w, four(x[r] + at + 4 * STEP));
+    unit_steps<BITS, STEPS, ROWS, UNPACKED, STEP + 1>(sums, codes, high, x, at);
+  }
+}
+
+// Scales of one group as floats.
+struct Scales { F d, m; };
+
+// Walks the records of a panel.
+struct Walk {
+  const uint8_t* at;
+  F super_d{zero()}, super_m{zero()};
+  int64_t left = 0;  // inputs of the super-block still to come
+
+  // The group's scales; `at` then points to its codes.
+  FLASH_INLINE Scales head(const flash_linear& w) {
+    Scales s;
+    const F none = set1(static_cast<float>(-w.zero));
+    if (w.super) {
+      if (left == 0) {
+        super_d = load_f16(reinterpret_cast<const uint16_t*>(at));
+        if (w.offset == 1) super_m = load_f16(reinterpret_cast<const uint16_t*>(at + 32));
+        at += super_bytes(w);
+        left = kSuper;
+      }
+      left -= w.group;
+      s.d = super_d * load_i8(reinterpret_cast<const int8_t*>(at));
+      s.m = w.offset == 1 ? zero() - super_m * load_i8(reinterpret_cast<const int8_t*>(at + 16)) : none * s.d;
+    } else {
+      s.d = load_f16(reinterpret_cast<const uint16_t*>(at));
+      if (w.offset == 1) s.m = load_f16(reinterpret_cast<const uint16_t*>(at + 32));
+      else if (w.offset == 2) s.m = zero() - load_u8(at + 32) * s.d;
+      else s.m = none * s.d;
+    }
+    at += head_bytes(w);
+    return s;
+  }
+};
+
+template <int BITS, int ROWS>
+FLASH_INLINE void add_group(F* y, const Partial<BITS>* sums, const Scales& s, const QuantRows& x, int64_t row,
+                            int64_t group) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    const float* scale = x.scale + (row + r) * x.stride + group;
+    const float* moment = x.moment + (row + r) * x.stride + group;
+    y[r] = fma(to_float(sums[r].done()), s.d * set1(*scale), y[r]);
+    y[r] = fma(s.m, set1(*moment), y[r]);
+  }
+}
+
+FLASH_INLINE void put(F y, const flash_linear& w, int64_t panel, float* out) {
+  const int64_t first = panel * kPanel, left = w.n - first;
+  if (left >= kPanel) {
+    store(out + first, w.bias ? y + load(w.bias + first) : y);
+  } else {
+    const int n = static_cast<int>(left);
+    store(out + first, w.bias ? y + load(w.bias + first, n) : y, n);
+  }
+}
+
+// ROWS rows times one panel, straight from the stream.
+template <int BITS, int STEPS, int ROWS>
+inline void stream_rows(const flash_linear& w, const QuantRows& x, int64_t row, float* y, int64_t ldy, int64_t panel) {
+  Walk walk{static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)};
+  const int64_t groups = padded_k(w) / w.group, units = w.group / (4 * STEPS);
+  const int64_t nibbles = BITS == 8 ? 0 : w.group * 8;
+  const int64_t codes = code_bytes(w);
+  const int8_t* rows[ROWS];
+  F sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    rows[r] = x.q + (row + r) * x.ldq;
+    sum[r] = zero();
+  }
+  int64_t at = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const Scales s = walk.head(w);
+    Partial<BITS> sums[ROWS];
+    for (int64_t u = 0; u < units; ++u, at += 4 * STEPS) {
+      const uint8_t* here = walk.at + u * STEPS * (BITS == 8 ? 64 : 32);
+      for (int ahead = 0; ahead < STEPS * (BITS == 8 ? 64 : 32); ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
+      unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), rows, at);
+    }
+    walk.at += codes;
+    add_group<BITS, ROWS>(sum, sums, s, x, row, g);
+  }
+  for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
+}
+
+// The panel as bytes and floats: d, m of every group (32 floats), and the quads.
+template <int BITS, int STEPS, int STEP = 0>
+FLASH_INLINE void unpack_unit(uint8_t* out, const uint8_t* codes, const uint8_t* high) {
+  if constexpr (STEP < STEPS) {
+    store_bytes(out + 64 * STEP, quad<BITS, STEP>(codes, high));
+    unpack_unit<BITS, STEPS, STEP + 1>(out, codes, high);
+  }
+}
+
+template <int BITS, int STEPS>
+inline void unpack_panel(const flash_linear& w, int64_t panel, float* scales, uint8_t* bytes) {
+  Walk walk{static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)};
+  const int64_t groups = padded_k(w) / w.group, units = w.group / (4 * STEPS);
+  const int64_t nibbles = BITS == 8 ? 0 : w.group * 8;
+  for (int64_t g = 0; g < groups; ++g, scales += 2 * kPanel) {
+    const Scales s = walk.head(w);
+    store(scales, s.d);
+    store(scales + kPanel, s.m);
+    for (int64_t u = 0; u < units; ++u, bytes += 64 * STEPS)
+      unpack_unit<BITS, STEPS>(bytes, walk.at + u * STEPS * (BITS == 8 ? 64 : 32),
+                               walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS));
+    walk.at += code_bytes(w);
+  }
+}
+
+template <int BITS, int STEPS, int ROWS>
+inline void unpacked_rows(const flash_linear& w, const float* scales, const uint8_t* bytes, const QuantRows& x,
+                          int64_t row, float* y, int64_t ldy, int64_t panel) {
+  const int64_t groups = padded_k(w) / w.group, units = w.group / (4 * STEPS);
+  const int8_t* rows[ROWS];
+  F sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    rows[r] = x.q + (row + r) * x.ldq;
+    sum[r] = zero();
+  }
+  int64_t at = 0;
+  for (int64_t g = 0; g < groups; ++g, scales += 2 * kPanel) {
+    Partial<BITS> sums[ROWS];
+    for (int64_t u = 0; u < units; ++u, at += 4 * STEPS, bytes += 64 * STEPS)
+      unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, rows, at);
+    add_group<BITS, ROWS>(sum, sums, {load(scales), load(scales + kPanel)}, x, row, g);
+  }
+  for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
+}
+
+// All rows, in blocks of 8, 4, 2 and 1 as far as there are registers; each block by f<ROWS>(row).
+template <int ROWS, class Do>
+FLASH_INLINE int64_t in_blocks(int64_t row, int64_t rows, Do& f) {
+  if constexpr (ROWS <= kMostRows) {
+    while (rows - row >= ROWS) {
+      f.template operator()<ROWS>(row);
+      row += ROWS;
+    }
+  }
+  if constexpr (ROWS > 1) return in_blocks<ROWS / 2>(row, rows, f);
+  return row;
+}
+
+template <int BITS, int STEPS>
+struct Streamed {
+  const flash_linear& w;
+  const QuantRows& x;
+  float* y;
+  int64_t ldy, panel;
+  template <int ROWS> FLASH_INLINE void operator()(int64_t row) { stream_rows<BITS, STEPS, ROWS>(w, x, row, y, ldy, panel); }
+};
+
+template <int BITS, int STEPS>
+struct Unpacked {
+  const flash_linear& w;
+  const QuantRows& x;
+  float* y;
+  int64_t ldy, panel;
+  const float* scales;
+  const uint8_t* bytes;
+  template <int ROWS> FLASH_INLINE void operator()(int64_t row) {
+    unpacked_rows<BITS, STEPS, ROWS>(w, scales, bytes, x, row, y, ldy, panel);
+  }
+};
+
+template <int BITS, int STEPS>
+inline void quant_panels(const flash_linear& w, const QuantRows& x, int64_t rows, float* y, int64_t ldy, int64_t begin,
+                         int64_t end, void* buffer) {
+  float* scales = static_cast<float*>(buffer);
+  uint8_t* bytes = static_cast<uint8_t*>(buffer) + padded_k(w) / w.group * 2 * kPanel * 4;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    if (rows <= kMostRows) {
+      Streamed<BITS, STEPS> f{w, x, y, ldy, panel};
+      in_blocks<8>(0, rows, f);
+    } else {
+      unpack_panel<BITS, STEPS>(w, panel, scales, bytes);
+      Unpacked<BITS, STEPS> f{w, x, y, ldy, panel, scales, bytes};
+      in_blocks<8>(0, rows, f);
+    }
+  }
+}
+
+inline void linear_quant(const flash_linear& w, const QuantRows& x, int64_t rows, float* y, int64_t ldy, int64_t begin,
+                         int64_t end, void* buffer) {
+  if (w.group == 16) {  // units of 16 inputs
+    if (w.bits == 4) quant_panels<4, 4>(w, x, rows, y, ldy, begin, end, buffer);
+    else if (w.bits == 6) quant_panels<6, 4>(w, x, rows, y, ldy, begin, end, buffer);
+    else if (w.bits == 8) quant_panels<8, 4>(w, x, rows, y, ldy, begin, end, buffer);
+  } else {
+    if (w.bits == 4) quant_panels<4, 8>(w, x, rows, y, ldy, begin, end, buffer);
+    else if (w.bits == 5) quant_panels<5, 8>(w, x, rows, y, ldy, begin, end, buffer);
+    else if (w.bits == 6) quant_panels<6, 8>(w, x, rows, y, ldy, begin, end, buffer);
+    else if (w.bits == 8) quant_panels<8, 8>(w, x, rows, y, ldy, begin, end, buffer);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- activations
+
+inline void quantize(const float* x, int64_t ldx, int64_t k, const QuantRows& out, int64_t begin, int64_t end) {
+  const int64_t groups = (k + out.group - 1) / out.group;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* from = x + row * ldx;
+    int8_t* to = out.q + row * out.ldq;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * out.group;
+      F v[8], most = zero(), odd = zero();
+      const int parts = out.group / 16;
+      for (int p = 0; p < parts; ++p) {
+        const int64_t left = k - first - 16 * p;
+        v[p] = left >= 16 ? load(from + first + 16 * p) : left > 0 ? load(from + first + 16 * p, static_cast<int>(left)) : zero();
+        most = max(most, abs(v[p]));
+        odd = fma(v[p], zero(), odd);  // NaN when a value is not finite, which a maximum would hide
+      }
+      const float amax = top(most), bad = sum(odd);
+      const float scale = amax / 127.0f + bad, inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+      F total = zero();
+      for (int p = 0; p < parts; ++p) {
+        const F q = round(v[p] * set1(inverse));
+        total = total + q;
+        store_i8(to + first + 16 * p, q);
+      }
+      out.scale[row * out.stride + g] = scale;
+      out.moment[row * out.stride + g] = scale * sum(total);
+    }
+    // Super-blocks: groups past k hold nothing, but are multiplied.
+    for (int64_t g = groups; g < out.stride && (g * out.group) % kSuper; ++g) {
+      std::memset(to + g * out.group, 0, static_cast<size_t>(out.group));
+      out.scale[row * out.stride + g] = 0.0f;
+      out.moment[row * out.stride + g] = 0.0f;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ float weights
+
+template <int KIND>
+FLASH_INLINE F weights(const void* p, int64_t i) {
+  if constexpr (KIND == 1) return load(static_cast<const float*>(p) + i);
+  else if constexpr (KIND == 2) return load_f16(static_cast<const uint16_t*>(p) + i);
+  else return load_bf16(static_cast<const uint16_t*>(p) + i);
+}
+
+template <int KIND>
+struct FloatRows {
+  const flash_linear& w;
+  const float* x;
+  int64_t ldx;
+  float* y;
+  int64_t ldy, panel;
+  template <int ROWS> FLASH_INLINE void operator()(int64_t row) {
+    const char* data = static_cast<const char*>(w.data) + panel * panel_bytes(w);
+    F sum[ROWS];
+    for (int r = 0; r < ROWS; ++r) sum[r] = zero();
+    for (int64_t i = 0; i < w.k; ++i) {
+      const F v = weights<KIND>(data, kPanel * i);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) sum[r] = fma(v, set1(x[(row + r) * ldx + i]), sum[r]);
+    }
+    for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
+  }
+};
+
+inline void linear_float(const flash_linear& w, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,
+                         int64_t begin, int64_t end, void*) {
+  for (int64_t panel = begin; panel < end; ++panel) {
+    if (w.kind == 1) {
+      FloatRows<1> f{w, x, ldx, y, ldy, panel};
+      in_blocks<8>(0, rows, f);
+    } else if (w.kind == 2) {
+      FloatRows<2> f{w, x, ldx, y, ldy, panel};
+      in_blocks<8>(0, rows, f);
+    } else {
+      FloatRows<3> f{w, x, ldx, y, ldy, panel};
+      in_blocks<8>(0, rows, f);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- rows of a table
+
+FLASH_INLINE int code_at(const flash_linear& w, const uint8_t* codes, int64_t i, int64_t lane) {
+  const int64_t q = i / 4, at = 4 * lane + i % 4;
+  if (w.bits == 8) return codes[64 * q + at];
+  const int low = codes[64 * (q / 2) + at] >> (q % 2 ? 4 : 0) & 15;
+  const uint8_t* high = codes + w.group * 8;
+  if (w.bits == 5) return low | (high[64 * (q / 8) + at] >> (q % 8) & 1) << 4;
+  if (w.bits == 6) return low | (high[64 * (q / 4) + at] >> (2 * (q % 4)) & 3) << 4;
+  return low;
+}
+
+inline void linear_rows(const flash_linear& w, const int64_t* ids, int64_t begin, int64_t end, float* out) {
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t panel = ids[i] / kPanel, lane = ids[i] % kPanel;
+    float* y = out + i * w.k;
+    if (w.kind) {
+      const char* data = static_cast<const char*>(w.data) + panel * panel_bytes(w);
+      for (int64_t k = 0; k < w.k; ++k) {
+        float t[16];
+        store(t, w.kind == 1 ? weights<1>(data, kPanel * k) : w.kind == 2 ? weights<2>(data, kPanel * k) : weights<3>(data, kPanel * k));
+        y[k] = t[lane];
+      }
+      continue;
+    }
+    Walk walk{static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)};
+    for (int64_t first = 0; first < w.k; first += w.group) {
+      const Scales s = walk.head(w);
+      float d[16], m[16];
+      store(d, s.d);
+      store(m, s.m);
+      const int64_t count = w.k - first < w.group ? w.k - first : w.group;
+      for (int64_t k = 0; k < count; ++k)
+        y[first + k] = __builtin_fmaf(static_cast<float>(code_at(w, walk.at, k, lane)), d[lane], m[lane]);
+      walk.at += code_bytes(w);
+    }
+  }
+}
+
+}  // namespace FLASH_ISA
+}  // namespace flash

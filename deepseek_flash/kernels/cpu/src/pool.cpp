@@ -1,0 +1,194 @@
+// Threads that wait by looking, for as long as the gap between two steps, and then by sleeping.
+//
+// Waking a sleeping thread costs 65 to 400 µs, more than most loops here take. So a worker that has nothing to do
+// watches the job counter for about a millisecond before it sleeps on a condition variable:
+//
+//     tickets = (job number, pieces not yet taken)      taking one is a compare-and-swap that counts down
+//     left    = pieces not yet finished                 parallel() returns at 0
+//
+// Whoever holds a piece keeps its job from ending, so what the job says may be read after taking a ticket. Nobody waits
+// for a worker that took none: one that sleeps, or that the system has suspended, just misses the job.
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
+
+#include "ops.h"
+
+namespace flash {
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t process_id() {
+#if defined(_WIN32)
+  return 0;
+#else
+  return getpid();
+#endif
+}
+
+int32_t processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  return static_cast<int32_t>(std::thread::hardware_concurrency());
+}
+
+constexpr auto kSpin = std::chrono::microseconds(1500);
+constexpr int32_t kMostThreads = 1024;
+
+}  // namespace
+
+class Pool {
+ public:
+  explicit Pool(int32_t threads) : threads_(threads), spin_(threads <= processors()), owner_(process_id()) {
+    workers_ = new (std::nothrow) std::thread[static_cast<size_t>(threads)];
+  }
+
+  bool start() {
+    if (!workers_) return false;
+    for (int32_t i = 1; i < threads_; ++i) workers_[i] = std::thread([this, i] { work(i); });
+    return true;
+  }
+
+  ~Pool() {
+    if (owner_ != process_id()) return;  // a forked child has no such threads; the memory of their handles is left
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_.store(true);
+    }
+    wake_.notify_all();
+    for (int32_t i = 1; i < threads_; ++i)
+      if (workers_[i].joinable()) workers_[i].join();
+    delete[] workers_;
+  }
+
+  int32_t threads() const { return threads_; }
+
+  void run(int64_t count, int64_t grain, Body body, void* context) {
+    if (threads_ == 1 || count <= grain || owner_ != process_id() || busy_.exchange(true, std::memory_order_acquire)) {
+      if (count > 0) body(context, 0, 0, count);
+      return;
+    }
+    body_ = body;
+    context_ = context;
+    count_ = count;
+    // Four pieces a thread even out threads of different speed; none below the grain.
+    const int64_t even = (count + int64_t{4} * threads_ - 1) / (int64_t{4} * threads_);
+    piece_ = even > grain ? even : grain;
+    const int64_t pieces = (count + piece_ - 1) / piece_;
+    left_.store(pieces, std::memory_order_relaxed);
+    job_ = (job_ + 1) & 0xffffffffu;
+    tickets_.store(job_ << 32 | static_cast<uint64_t>(pieces), std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      wake_.notify_all();
+    }
+    take_pieces(0);
+    for (int spins = 0; left_.load(std::memory_order_acquire) > 0; ++spins) {
+      if (spin_ && spins < 4096) pause_briefly();
+      else std::this_thread::yield();
+    }
+    busy_.store(false, std::memory_order_release);
+  }
+
+ private:
+  void take_pieces(int32_t thread) {
+    uint64_t t = tickets_.load(std::memory_order_acquire);
+    while (pieces_in(t) > 0) {
+      if (!tickets_.compare_exchange_weak(t, t - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      const int64_t begin = (pieces_in(t) - 1) * piece_;
+      const int64_t end = begin + piece_ < count_ ? begin + piece_ : count_;
+      body_(context_, thread, begin, end);
+      left_.fetch_sub(1, std::memory_order_release);
+      t = tickets_.load(std::memory_order_acquire);
+    }
+  }
+
+  static int64_t pieces_in(uint64_t tickets) { return static_cast<int64_t>(tickets & 0xffffffffu); }
+
+  bool work_or_stop() const { return pieces_in(tickets_.load(std::memory_order_seq_cst)) > 0 || stop_.load(); }
+
+  // Until there is something to do.
+  void wait() {
+    if (spin_) {
+      const auto until = std::chrono::steady_clock::now() + kSpin;
+      do {
+        for (int i = 0; i < 64; ++i) {
+          if (work_or_stop()) return;
+          pause_briefly();
+        }
+      } while (std::chrono::steady_clock::now() < until);
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [&] { return work_or_stop(); });
+    sleeping_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  void work(int32_t thread) {
+    for (;;) {
+      wait();
+      if (stop_.load()) return;
+      take_pieces(thread);
+    }
+  }
+
+  const int32_t threads_;
+  const bool spin_;
+  const int64_t owner_;
+  std::thread* workers_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> busy_{false};
+  std::atomic<int32_t> sleeping_{0};
+  alignas(64) std::atomic<uint64_t> tickets_{0};
+  alignas(64) std::atomic<int64_t> left_{0};
+  uint64_t job_ = 0;
+  Body body_ = nullptr;
+  void* context_ = nullptr;
+  int64_t count_ = 0, piece_ = 1;
+};
+
+void parallel(Pool* pool, int64_t count, int64_t grain, Body body, void* context) {
+  if (count <= 0) return;
+  if (pool) pool->run(count, grain < 1 ? 1 : grain, body, context);
+  else body(context, 0, 0, count);
+}
+
+int32_t threads_of(const Pool* pool) { return pool ? pool->threads() : 1; }
+
+}  // namespace flash
+
+FLASH_API void* flash_pool_create(int32_t threads) {
+  if (threads < 1 || threads > flash::kMostThreads) return nullptr;
+  auto* pool = new (std::nothrow) flash::Pool(threads);
+  if (!pool) return nullptr;
+  if (pool->start()) return pool;
+  delete pool;
+  return nullptr;
+}
+
+FLASH_API void flash_pool_destroy(void* pool) { delete static_cast<flash::Pool*>(pool); }
+
+FLASH_API int32_t flash_pool_threads(const void* pool) { return flash::threads_of(static_cast<const flash::Pool*>(pool)); }

@@ -1,0 +1,163 @@
+"""Linear layers and embeddings whose weights stay as they are stored: GroupQuant, or floats of 16 or 32 bits.
+
+The definition of what the native kernels compute, the quantisation of activations included (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
+from deepseek_flash.kernels.weights import PackedWeight, PlainWeight, WeightFormat, dequantize, pack, unpack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A layer made of one or several packed weights with the same inputs, their outputs one after the other."""
+
+    parts: tuple[PackedWeight, ...]
+    bias: torch.Tensor | None
+    """fp32 [outputs]"""
+    native: Any = field(default=None, repr=False)
+    """Belongs to the implementation that bound it."""
+
+    @property
+    def outputs(self) -> int:
+        return sum(p.n for p in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        return self.parts[0].k
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and bias."""
+        return sum(p.nbytes for p in self.parts) + nbytes(self.bias)
+
+
+def bind_packed(parts: tuple[PackedWeight, ...], bias: torch.Tensor | None) -> PackedLinear:
+    """What ``packed_linear`` takes: made once, when the weights are there."""
+    return PackedLinear(parts, bias)
+
+
+def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` fp32 [T, k], k padded with zeros to the group → (whole numbers -127..127 [T, groups, group] fp32, scale
+    [T, groups]): scale = max |x| / 127 of the group, q = x * (127 / max |x|) rounded to even."""
+    pad = -x.shape[1] % group
+    rows = torch.nn.functional.pad(x, (0, pad)).view(x.shape[0], -1, group)
+    top = rows.abs().amax(-1)
+    inverse = torch.where(top > 0, 127.0 / top, 0.0)
+    return (rows * inverse.unsqueeze(-1)).round(), top / 127.0
+
+
+def packed_linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
+    """``x [T, inputs]`` fp32 → fp32 [T, outputs], bias added.
+
+    GroupQuant parts take x as int8, one scale a token and group; sums over a group are exact, those over groups fp32.
+    Float parts take x as it is.
+    """
+    y = torch.cat([_part(x, p) for p in weight.parts], dim=-1)
+    return y if weight.bias is None else y + weight.bias
+
+
+def _part(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    plain = unpack(packed)
+    w = dequantize(plain)
+    if packed.format.kind == "group":
+        q, scale = quantize_rows(x, packed.format.group)
+        x = (q * scale.unsqueeze(-1)).flatten(1)[:, : packed.k]
+    return x @ w.T
+
+
+def packed_rows(weight: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows ``ids`` int64 [T] of the (dequantised) weight → fp32 [T, inputs]: a token embedding."""
+    return torch.cat([dequantize(unpack(p)) for p in weight.parts])[ids]
+
+
+def random_weight(gen: torch.Generator, form: WeightFormat, n: int, k: int) -> PackedWeight:
+    """A valid weight with values near those of trained models."""
+    if form.kind != "group":
+        values = (rand(gen, n, k) / k**0.5).to(getattr(torch, form.kind))
+        return pack(PlainWeight(format=form, n=n, k=k, codes=values))
+    span = 256 if form.super else form.group
+    kp = -(-k // span) * span
+    groups, scales = kp // form.group, kp // span
+    half = lambda low, high: (low + (high - low) * torch.rand(n, scales, generator=gen)).half()  # noqa: E731
+    small = lambda top: torch.randint(1, top, (n, groups), generator=gen).to(torch.int8)  # noqa: E731
+    return pack(
+        PlainWeight(
+            format=form,
+            n=n,
+            k=k,
+            codes=torch.randint(0, 1 << form.bits, (n, kp), generator=gen).to(torch.uint8),
+            scale=half(0.5, 1.5) / (1 << form.bits),
+            min=half(-0.6, -0.4)
+            if form.offset == "min" and not form.super
+            else half(0.001, 0.02)
+            if form.offset == "min"
+            else None,
+            zeros=torch.randint(0, 1 << form.bits, (n, groups), generator=gen).to(torch.uint8)
+            if form.offset == "zeros"
+            else None,
+            sub_scale=small(63) if form.super else None,
+            sub_min=small(63) if form.super and form.offset == "min" else None,
+        )
+    )
+
+
+FORMATS = (
+    WeightFormat("group", bits=4, group=32, offset="min"),
+    WeightFormat("group", bits=4, group=32, offset="zero", zero=8),
+    WeightFormat("group", bits=4, group=128, offset="zeros"),
+    WeightFormat("group", bits=4, group=32, offset="min", super=True),
+    WeightFormat("group", bits=5, group=32, offset="zero", zero=16),
+    WeightFormat("group", bits=6, group=16, offset="zero", zero=32, super=True),
+    WeightFormat("group", bits=8, group=32, offset="zero", zero=128),
+    WeightFormat("group", bits=8, group=64, offset="min"),
+    WeightFormat("float32"),
+    WeightFormat("float16"),
+    WeightFormat("bfloat16"),
+)
+"""Formats that the inputs try."""
+
+
+def _label(form: WeightFormat) -> str:
+    return form.kind if form.kind != "group" else f"{form.bits}b g{form.group} {form.offset}{' super' * form.super}"
+
+
+def _inputs(gen: torch.Generator) -> Iterator[Case]:
+    for form in FORMATS:
+        for tokens, k, n in ((1, 256, 40), (5, 512, 129), (40, 256, 16)):
+            layer = PackedLinear((random_weight(gen, form, n, k),), None)
+            yield Case(f"{_label(form)} t{tokens} k{k} n{n}", (rand(gen, tokens, k), layer))
+    parts = tuple(random_weight(gen, f, n, 256) for f, n in ((FORMATS[3], 32), (FORMATS[5], 17), (FORMATS[8], 3)))
+    yield Case("three formats, bias", (rand(gen, 7, 256), PackedLinear(parts, rand(gen, 52))))
+    yield Case("odd inputs", (rand(gen, 3, 75), PackedLinear((random_weight(gen, FORMATS[0], 21, 75),), rand(gen, 21))))
+
+
+def _rows_inputs(gen: torch.Generator) -> Iterator[Case]:
+    for form in FORMATS:
+        layer = PackedLinear((random_weight(gen, form, 50, 256),), None)
+        yield Case(_label(form), (layer, torch.randint(0, 50, (9,), generator=gen)))
+
+
+def _bind_inputs(gen: torch.Generator) -> Iterator[Case]:
+    yield Case("int4", ((random_weight(gen, FORMATS[0], 40, 64),), rand(gen, 40)))
+
+
+def _cost(x: torch.Tensor, weight: PackedLinear) -> Cost:
+    tokens = x.shape[0]
+    return Cost(2 * tokens * weight.inputs * weight.outputs, nbytes(x) + weight.nbytes + 4 * tokens * weight.outputs)
+
+
+def _rows_cost(weight: PackedLinear, ids: torch.Tensor) -> Cost:
+    return Cost(0, nbytes(ids) + ids.numel() * (4 * weight.inputs + weight.nbytes // weight.outputs))
+
+
+BIND_PACKED = Op("bind_packed", bind_packed, _bind_inputs, 0.0, lambda parts, bias: Cost(0, 1))
+PACKED_LINEAR = Op("packed_linear", packed_linear, _inputs, 1e-5, _cost)
+PACKED_ROWS = Op("packed_rows", packed_rows, _rows_inputs, 1e-6, _rows_cost)
