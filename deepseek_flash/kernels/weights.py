@@ -1,8 +1,8 @@
 """Weights as they are kept in memory: GroupQuant (docs/kernels.md), or floats in panels.
 
-A weight [n, k] has n outputs and k inputs. In its plain form codes, scales and offsets are tensors of their own; packed,
-they are one stream of bytes in panels of 16 outputs, drawn in ``cpu/src/linear_layout.h``. Both forms hold the same
-values: packing and unpacking are exact.
+A weight [n, k] has n outputs and k inputs. In its plain form codes, scales and offsets are tensors of their own;
+packed, they are one stream of bytes in panels of 16 outputs, drawn in ``cpu/src/linear_layout.h``. Both forms hold the
+same values: packing and unpacking are exact.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _panels(t: torch.Tensor) -> torch.Tensor:
 
 
 def pack_rows(packed: PackedWeight, first: int, plain: PlainWeight) -> None:
-    """Fill whole panels: rows ``first ...``, a multiple of 16, as many as ``plain`` has (to the end, or whole panels)."""
+    """Fill whole panels: rows from ``first`` (a multiple of 16), as many as ``plain`` has (whole panels or the end)."""
     form, k = packed.format, packed.k
     if first % PANEL or (plain.n % PANEL and first + plain.n != packed.n) or first + plain.n > packed.n:
         raise InternalError(f"rows {first} to {first + plain.n} are no whole panels of {packed.n} outputs")

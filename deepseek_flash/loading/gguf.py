@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepseek_flash.kernels.weights import PlainWeight
 from deepseek_flash.loading.files import SCRATCH_BYTES, DataFile
 from deepseek_flash.quant.formats import GGML_TYPES, GGMLType, dequantize, dequantize_into, ggml_type
+from deepseek_flash.quant.repack import FORMATS, repack
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -242,6 +244,17 @@ class GGUFFile:
                 dequantize_into(piece, kind, part)
             else:
                 part.copy_(dequantize(piece, kind, (part.numel(),)))
+
+    def rows(self, name: str, first: int, count: int) -> PlainWeight:
+        """Rows of a matrix as they are stored."""
+        info = self.tensors[name]
+        kind, k = info.kind, info.shape[-1]
+        row_bytes = k // kind.values * kind.nbytes
+        data = torch.empty(count * row_bytes, dtype=torch.uint8)
+        self.file.read_into(info.offset + first * row_bytes, memoryview(data.numpy()))
+        if kind.native is not None:
+            return PlainWeight(FORMATS[kind.name], count, k, data.view(kind.native).view(count, k))
+        return repack(kind.name, data.view(count, -1, kind.nbytes), k)
 
     def fingerprint(self) -> bytes:
         """Digest of the header and of samples of every tensor: tells models apart, is no proof against forgery."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from deepseek_flash.errors import CheckpointError, FlashError, MemoryBudgetError
+from deepseek_flash.kernels.cpu.packer import best_packer
+from deepseek_flash.loading.packed import Part, parts_of, read_part
 from deepseek_flash.loading.rules import Rule
 from deepseek_flash.loading.source import TensorSource
 from deepseek_flash.memory.probe import host_memory
@@ -33,8 +35,19 @@ class _Slot:
         self.tensor = new
 
 
-def load_model_weights(model: nn.Module, rules: Sequence[Rule], source: TensorSource, dtype: torch.dtype) -> None:
-    """Place the checkpoint's tensors, as ``dtype``, into ``model`` (on the meta device or not).
+def load_model_weights(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    source: TensorSource,
+    dtype: torch.dtype,
+    *,
+    packed: bool = True,
+    quantize: str | None = None,
+) -> None:
+    """Place the checkpoint's tensors into ``model`` (on the meta device or not).
+
+    Modules that have a method ``take_weight`` get their ``weight`` packed, as it is stored or as ``quantize``
+    (``int4``, ``int8``) says; ``packed=False`` and everything else means tensors of ``dtype``.
 
     Names and shapes are all compared first; CheckpointError lists what is missing, unexpected or mismatched, and
     MemoryBudgetError says that the weights need more memory than is free: then nothing has been allocated. A
@@ -46,9 +59,10 @@ def load_model_weights(model: nn.Module, rules: Sequence[Rule], source: TensorSo
     present = set(source.names())
     active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
     _check(model, slots, rules, active, source)
-    needed = _check_memory(slots, dtype)
+    plans = _packed_plans(slots, active, source, quantize) if packed else {}
+    needed = _check_memory(slots, plans, dtype)
     try:
-        _load(model, slots, rules, active, source, dtype)
+        _load(model, slots, rules, active, source, dtype, plans)
     except (MemoryError, RuntimeError) as e:
         # The system can give less than it said, to a process with a limit of its own (ulimit -v).
         if isinstance(e, FlashError) or not (isinstance(e, MemoryError) or "allocate memory" in str(e)):
@@ -63,14 +77,20 @@ def _load(
     active: Sequence[Rule],
     source: TensorSource,
     dtype: torch.dtype,
+    plans: Mapping[str, list[Part]],
 ) -> None:
     done = {r.target for r in active}
     for rule in rules:
         slot = slots.get(rule.target)
-        if slot is not None:
+        if slot is not None and rule.target not in plans:
             slot.put(_room(slot.tensor, dtype) if rule.target in done else torch.zeros(slot.tensor.shape, dtype=dtype))
+    pack = best_packer()
     for rule in active:
-        _fill(slots[rule.target].tensor.detach(), rule, source)
+        if rule.target in plans:
+            ((module, _),) = slots.pop(rule.target).places
+            cast(Any, module).take_weight(tuple(read_part(part, source, pack) for part in plans[rule.target]))
+        else:
+            _fill(slots[rule.target].tensor.detach(), rule, source)
     left = [name for name, slot in slots.items() if slot.tensor.is_meta]
     if left:
         raise CheckpointError("tensors of the model have neither a rule nor a value", missing=left)
@@ -78,6 +98,18 @@ def _load(
         hook = getattr(module, "after_load", None)
         if callable(hook):
             cast(Callable[[], None], hook)()
+
+
+def _packed_plans(
+    slots: dict[str, _Slot], active: Sequence[Rule], source: TensorSource, quantize: str | None
+) -> dict[str, list[Part]]:
+    """Target → the parts it will be kept in, for weights of modules that take packed ones."""
+    out: dict[str, list[Part]] = {}
+    for rule in active:
+        places = slots[rule.target].places
+        if len(places) == 1 and places[0][1] == "weight" and hasattr(places[0][0], "take_weight"):
+            out[rule.target] = parts_of(rule.target, rule.sources, source, quantize)
+    return out
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
@@ -118,14 +150,15 @@ def _check(
         )
 
 
-def _check_memory(slots: dict[str, _Slot], dtype: torch.dtype) -> int:
+def _check_memory(slots: dict[str, _Slot], plans: Mapping[str, list[Part]], dtype: torch.dtype) -> int:
     """Bytes that the model's tensors will take; MemoryBudgetError when they are not free."""
-    unique = {id(s): s.tensor for s in slots.values()}.values()
+    unique = {id(s): s.tensor for name, s in slots.items() if name not in plans}.values()
     needed, available = sum(t.numel() * dtype.itemsize for t in unique if t.is_meta), host_memory().available
+    needed += sum(part.nbytes for parts in plans.values() for part in parts)
     if needed > available:
         raise MemoryBudgetError(
-            f"the weights need {_gib(needed)} as {str(dtype).removeprefix('torch.')}, but {_gib(available)} are free; "
-            f"use a smaller model, or free memory",
+            f"the weights need {_gib(needed)}{'' if plans else ' as ' + str(dtype).removeprefix('torch.')}, but "
+            f"{_gib(available)} are free; use a smaller model, or free memory",
             needed=needed,
             available=available,
         )

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from deepseek_flash.errors import CheckpointError, ModelError, UnsupportedModel
+from deepseek_flash.kernels.weights import PlainWeight, WeightFormat
 from deepseek_flash.loading.files import JSON_BYTES, SCRATCH_BYTES, DataFile, Scratch, parse_json, read_json
+from deepseek_flash.quant.repack import FORMATS
 
 _LOG = logging.getLogger("deepseek_flash.loading")
 
@@ -196,6 +198,20 @@ class SafetensorsFolder:
                 supported=tuple(FLOATS),
             )
         return FLOATS[entry.dtype]
+
+    def weight_format(self, name: str) -> WeightFormat:
+        self._float_type(name)
+        return FORMATS[self._entries[name].dtype]
+
+    def weight_rows(self, name: str, first: int, count: int) -> PlainWeight:
+        form, k = self.weight_format(name), self.shape(name)[1]
+        entry, stored = self._entries[name], self._float_type(name)
+        out = torch.empty(count, k, dtype=stored)
+        entry.file.floats_into(entry.offset + first * k * stored.itemsize, stored, out)
+        return PlainWeight(form, count, k, out)
+
+    def float_rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        return self.weight_rows(name, first, count).codes.float()
 
     def fingerprint(self) -> bytes:
         """Digest of config, headers and samples of every tensor: tells models apart, no proof against forgery."""

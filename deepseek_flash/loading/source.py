@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from deepseek_flash.errors import CheckpointError, FormatError, ModelError, ModelNotFound
+from deepseek_flash.kernels.weights import PlainWeight, WeightFormat, dequantize
 from deepseek_flash.loading.files import DataFile
 from deepseek_flash.loading.gguf import MAGIC, GGUFFile
 from deepseek_flash.loading.gguf_config import architecture_of, config_from_gguf, generation_config
 from deepseek_flash.loading.gguf_names import ROPE_FREQS, half_split, interleaved, to_hf
 from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder
+from deepseek_flash.quant.repack import FORMATS
 
 
 class TensorSource(Protocol):
@@ -38,6 +40,15 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """The same values into the contiguous ``out``, of that shape and any float type, in little memory beside."""
+
+    def weight_format(self, name: str) -> WeightFormat:
+        """The format that holds a matrix's values as they are stored."""
+
+    def weight_rows(self, name: str, first: int, count: int) -> PlainWeight:
+        """Some rows of a matrix in that format."""
+
+    def float_rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        """The same rows as fp32 [count, k]."""
 
     def fingerprint(self) -> bytes:
         """32 bytes that tell this model from others (config, shapes, samples of every tensor)."""
@@ -102,6 +113,28 @@ class GGUFSource:
         if rows % (2 * heads):
             raise self._gguf.file.error(f"{rows} rows are no {heads} heads of even size", tensor=stored)
         out.copy_(half_split(self._gguf.read(stored), heads))
+
+    def weight_format(self, name: str) -> WeightFormat:
+        return FORMATS[self.dtype(name)]
+
+    def weight_rows(self, name: str, first: int, count: int) -> PlainWeight:
+        stored, which = self._stored[name], interleaved(self._architecture, name)
+        if which is None:
+            return self._gguf.rows(stored, first, count)
+        # Rows are in the other rotary pairing: read the heads they are in, and take them in our order.
+        heads = int(self.config["num_attention_heads" if which == "q" else "num_key_value_heads"])
+        rows = self.shape(name)[0]
+        if rows % (2 * heads):
+            raise self._gguf.file.error(f"{rows} rows are no {heads} heads of even size", tensor=stored)
+        each = rows // heads
+        start = first // each
+        some = -(-(first + count) // each) - start
+        order = half_split(torch.arange(some * each).view(-1, 1), some).flatten()
+        whole = self._gguf.rows(stored, start * each, some * each)
+        return whole.rows(order[first - start * each :][:count])
+
+    def float_rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        return dequantize(self.weight_rows(name, first, count))
 
     def fingerprint(self) -> bytes:
         return self._gguf.fingerprint()

@@ -17,9 +17,10 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("src")
 COMMON = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-exceptions -fno-rtti -pthread -Wall -Wextra "
-    "-Wno-uninitialized -Wno-maybe-uninitialized"  # GCC 12 warns about its own AVX-512 headers
-).split()
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti"),
+    *("-pthread", "-Wall", "-Wextra"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns about its own AVX-512 headers
+)
 ISAS: dict[str, dict[str, str]] = {
     "x86_64": {
         "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni "

@@ -13,14 +13,13 @@ import torch
 
 from deepseek_flash.errors import InternalError
 from deepseek_flash.kernels.cpu import lib
+from deepseek_flash.kernels.cpu.packer import describe
 from deepseek_flash.kernels.op import Impl
 from deepseek_flash.kernels.ops.packed import PackedLinear
 from deepseek_flash.kernels.ops.stack import LayerCache, StackWeights
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 from deepseek_flash.kernels.weights import PackedWeight
 
-_KINDS = {"group": 0, "float32": 1, "float16": 2, "bfloat16": 3}
-_OFFSETS = {"zero": 0, "min": 1, "zeros": 2}
 _CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
@@ -115,19 +114,11 @@ class Native:
         at = sum(p.n for p in parts)
         for part in reversed(parts):  # a chain: each knows the next
             at -= part.n
-            first = lib.FlashLinear(
-                kind=_KINDS[part.format.kind],
-                bits=part.format.bits,
-                group=part.format.group,
-                offset=_OFFSETS[part.format.offset],
-                zero=part.format.zero,
-                super=int(part.format.super),
-                n=part.n,
-                k=part.k,
-                data=part.data.data_ptr(),
-                bias=None if bias is None else bias.data_ptr() + 4 * at,
-                next=None if first is None else ctypes.pointer(first),
-            )
+            made = describe(part.format, part.n, part.k)
+            made.data = part.data.data_ptr()
+            made.bias = None if bias is None else bias.data_ptr() + 4 * at
+            made.next = None if first is None else ctypes.pointer(first)
+            first = made
         return PackedLinear(parts, bias, native=first)
 
     def packed_linear(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
@@ -277,7 +268,8 @@ def _cache(k: Cache, v: Cache) -> Any:
         out = _cache(k.values, v.values)
         out.k_scale, out.v_scale, out.kv_group = k.scales.data_ptr(), v.scales.data_ptr(), k.group
         return out
-    assert isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor), "keys and values are cached alike"
+    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+        raise InternalError("keys and values must be cached alike")
     return lib.FlashCache(
         k=k.data_ptr(),
         v=v.data_ptr(),
