@@ -221,7 +221,7 @@ def _pack_codes(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     if form.bits > 4:
         each = 8 if form.bits == 5 else 4  # quads whose upper bits share 64 bytes
         width = form.bits - 4
-        high = (quads >> 4).unflatten(2, (-1, each))
+        high = (quads >> 4).view(*quads.shape[:2], -1, each, 64)
         shifts = (torch.arange(each, dtype=torch.uint8) * width).view(1, 1, 1, each, 1)
         parts.append((high << shifts).sum(3, dtype=torch.uint8).flatten(2))
     return torch.cat(parts, -1)
@@ -277,7 +277,8 @@ def _unpack_codes(part: torch.Tensor, form: WeightFormat) -> torch.Tensor:
             high = part[..., form.group * 8 :].reshape(count, groups, -1, 1, 64)
             shifts = (torch.arange(each, dtype=torch.uint8) * width).view(1, 1, 1, each, 1)
             quads = quads | (((high >> shifts) & ((1 << width) - 1)).flatten(2, 3) << 4)
-    return quads.unflatten(3, (PANEL, 4)).permute(0, 3, 1, 2, 4).reshape(count * PANEL, -1)
+    by_output: torch.Tensor = quads.reshape(count, groups, -1, PANEL, 4)
+    return by_output.permute(0, 3, 1, 2, 4).reshape(count * PANEL, -1)
 
 
 def dequantize(plain: PlainWeight) -> torch.Tensor:

@@ -98,14 +98,15 @@ class DataFile:
         """Fill the contiguous ``out`` with as many ``stored`` numbers, converting piece by piece when types differ."""
         flat = out.view(-1)
         if out.dtype == stored:
-            self._bytes_into(offset, flat.view(torch.uint8))
+            self.bytes_into(offset, flat.view(torch.uint8))
             return
         size = stored.itemsize
         for first, piece in self.pieces(offset, flat.numel() * size, SCRATCH_BYTES // size * size):
             part = piece.view(stored)
             flat[first // size : first // size + part.numel()].copy_(part)
 
-    def _bytes_into(self, offset: int, out: torch.Tensor) -> None:
+    def bytes_into(self, offset: int, out: torch.Tensor) -> None:
+        """Fill the contiguous uint8 ``out``."""
         if out.numel():
             array: Any = out.numpy()
             self.read_into(offset, memoryview(array))
@@ -115,7 +116,7 @@ class DataFile:
         with self._scratch.take(min(count, most)) as scratch:
             for first in range(0, count, most):
                 piece = scratch[: min(most, count - first)]
-                self._bytes_into(offset + first, piece)
+                self.bytes_into(offset + first, piece)
                 yield first, piece
 
     def sample(self, offset: int, count: int) -> bytes:

@@ -251,7 +251,7 @@ class GGUFFile:
         kind, k = info.kind, info.shape[-1]
         row_bytes = k // kind.values * kind.nbytes
         data = torch.empty(count * row_bytes, dtype=torch.uint8)
-        self.file.read_into(info.offset + first * row_bytes, memoryview(data.numpy()))
+        self.file.bytes_into(info.offset + first * row_bytes, data)
         if kind.native is not None:
             return PlainWeight(FORMATS[kind.name], count, k, data.view(kind.native).view(count, k))
         return repack(kind.name, data.view(count, -1, kind.nbytes), k)

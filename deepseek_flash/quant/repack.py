@@ -35,6 +35,11 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[..., at : at + 2].contiguous().view(torch.float16)
 
 
+def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The last dimension as several."""
+    return x.reshape(*x.shape[:-1], *sizes)
+
+
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., n] → [..., 2 n]: low nibbles, then high ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
@@ -81,20 +86,20 @@ def _k_parts(blocks: torch.Tensor) -> Parts:
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
-    return {"codes": _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2), **_k_parts(blocks)}
+    return {"codes": _nibbles(_cut(blocks[..., 16:], 4, 32)).flatten(-2), **_k_parts(blocks)}
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    low = _cut(_nibbles(_cut(blocks[..., 48:], 4, 32)), 2, 32).flatten(-3, -2)
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     high = ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
     return {"codes": (low | high).flatten(-2), **_k_parts(blocks)}
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
+    low = _cut(_nibbles(_cut(blocks[..., :128], 2, 64)), 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = ((blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3) << 4
+    high = ((_cut(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3) << 4
     return {
         "codes": (low | high).flatten(-3),
         "scale": _half(blocks, 208),

@@ -197,7 +197,7 @@ def test_Q06_Q07_deepseek2_is_refused_with_its_layout_before_any_tensor_is_read(
     """Q06: an architecture that does not load is named, with those that do. Q07: both layouts are told apart."""
     from deepseek_flash.loading.files import DataFile
 
-    monkeypatch.setattr(DataFile, "_bytes_into", lambda *a: pytest.fail("tensor data was read"))
+    monkeypatch.setattr(DataFile, "bytes_into", lambda *a: pytest.fail("tensor data was read"))
     path = write(tmp_path / "x.gguf", "deepseek2", {t: np.zeros((2, 32), np.float64) for t in tensors})
     with pytest.raises(UnsupportedModel, match="deepseek2") as caught:
         open_source(path)

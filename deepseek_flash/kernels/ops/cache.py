@@ -28,7 +28,7 @@ def cache_write(rows: torch.Tensor, cache: Cache, plan: AttentionPlan) -> None:
 def quantize_heads(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [..., D] → int8 [..., D] and fp16 [..., D / group]: scale = fp16(max |x| / 127) of each group of values,
     q = x / scale rounded to even, within -127..127; a scale of zero gives zeros."""
-    parts = rows.unflatten(-1, (-1, group))
+    parts = rows.reshape(*rows.shape[:-1], -1, group)
     scales = (parts.abs().amax(-1) / 127.0).half()
     wide = scales.float().unsqueeze(-1)
     q = torch.where(wide > 0, parts / wide, 0.0).round().clamp(-127, 127)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
-from deepseek_flash.kernels.weights import PackedWeight, PlainWeight, WeightFormat, dequantize, pack, unpack
+from deepseek_flash.kernels.weights import SUPER, PackedWeight, PlainWeight, WeightFormat, dequantize, pack, unpack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,30 +83,29 @@ def random_weight(gen: torch.Generator, form: WeightFormat, n: int, k: int) -> P
     if form.kind != "group":
         values = (rand(gen, n, k) / k**0.5).to(getattr(torch, form.kind))
         return pack(PlainWeight(format=form, n=n, k=k, codes=values))
-    span = 256 if form.super else form.group
-    kp = -(-k // span) * span
-    groups, scales = kp // form.group, kp // span
-    half = lambda low, high: (low + (high - low) * torch.rand(n, scales, generator=gen)).half()  # noqa: E731
-    small = lambda top: torch.randint(1, top, (n, groups), generator=gen).to(torch.int8)  # noqa: E731
-    return pack(
-        PlainWeight(
-            format=form,
-            n=n,
-            k=k,
-            codes=torch.randint(0, 1 << form.bits, (n, kp), generator=gen).to(torch.uint8),
-            scale=half(0.5, 1.5) / (1 << form.bits),
-            min=half(-0.6, -0.4)
-            if form.offset == "min" and not form.super
-            else half(0.001, 0.02)
-            if form.offset == "min"
-            else None,
-            zeros=torch.randint(0, 1 << form.bits, (n, groups), generator=gen).to(torch.uint8)
-            if form.offset == "zeros"
-            else None,
-            sub_scale=small(63) if form.super else None,
-            sub_min=small(63) if form.super and form.offset == "min" else None,
-        )
-    )
+    kp = form.padded(k)
+    groups, scales = kp // form.group, kp // (SUPER if form.super else form.group)
+    plain = PlainWeight(form, n, k, _bytes(gen, 1 << form.bits, n, kp), _halves(gen, 0.5, 1.5, n, scales))
+    assert plain.scale is not None
+    plain.scale /= 1 << form.bits
+    if form.super:
+        plain.sub_scale = _bytes(gen, 63, n, groups).view(torch.int8)
+    if form.offset == "zeros":
+        plain.zeros = _bytes(gen, 1 << form.bits, n, groups)
+    elif form.offset == "min" and form.super:
+        plain.min = _halves(gen, 0.001, 0.02, n, scales)
+        plain.sub_min = _bytes(gen, 63, n, groups).view(torch.int8)
+    elif form.offset == "min":
+        plain.min = _halves(gen, -0.6, -0.4, n, scales)
+    return pack(plain)
+
+
+def _halves(gen: torch.Generator, low: float, high: float, n: int, count: int) -> torch.Tensor:
+    return (low + (high - low) * torch.rand(n, count, generator=gen)).half()
+
+
+def _bytes(gen: torch.Generator, top: int, n: int, count: int) -> torch.Tensor:
+    return torch.randint(0, top, (n, count), generator=gen).to(torch.uint8)
 
 
 FORMATS = (

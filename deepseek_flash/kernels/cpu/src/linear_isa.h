@@ -57,7 +57,7 @@ FLASH_INLINE int32_t four(const int8_t* p) {
 
 // Steps STEP .. STEPS - 1 of a unit for ROWS rows. Packed codes, or bytes when the panel has been unpacked.
 template <int BITS, int STEPS, int ROWS, bool UNPACKED, int STEP = 0>
-FLASH_INLINE void unit_steps(Partial<BITS>* sums, const uint8_t* codes, const uint8_t* high, const int8_t* const* x,
+FLASH_INLINE void unit_steps(Partial<BITS, STEPS>* sums, const uint8_t* codes, const uint8_t* high, const int8_t* const* x,
                              int64_t at) {
   if constexpr (STEP < STEPS) {
     const Bytes w = UNPACKED ? load_bytes(codes + 64 * STEP) : quad<BITS, STEP>(codes, high);
@@ -101,8 +101,8 @@ struct Walk {
   }
 };
 
-template <int BITS, int ROWS>
-FLASH_INLINE void add_group(F* y, const Partial<BITS>* sums, const Scales& s, const QuantRows& x, int64_t row,
+template <int BITS, int STEPS, int ROWS>
+FLASH_INLINE void add_group(F* y, const Partial<BITS, STEPS>* sums, const Scales& s, const QuantRows& x, int64_t row,
                             int64_t group) {
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -139,14 +139,14 @@ inline void stream_rows(const flash_linear& w, const QuantRows& x, int64_t row, 
   int64_t at = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const Scales s = walk.head(w);
-    Partial<BITS> sums[ROWS];
+    Partial<BITS, STEPS> sums[ROWS];
     for (int64_t u = 0; u < units; ++u, at += 4 * STEPS) {
       const uint8_t* here = walk.at + u * STEPS * (BITS == 8 ? 64 : 32);
       for (int ahead = 0; ahead < STEPS * (BITS == 8 ? 64 : 32); ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
       unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), rows, at);
     }
     walk.at += codes;
-    add_group<BITS, ROWS>(sum, sums, s, x, row, g);
+    add_group<BITS, STEPS, ROWS>(sum, sums, s, x, row, g);
   }
   for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
 }
@@ -188,10 +188,10 @@ inline void unpacked_rows(const flash_linear& w, const float* scales, const uint
   }
   int64_t at = 0;
   for (int64_t g = 0; g < groups; ++g, scales += 2 * kPanel) {
-    Partial<BITS> sums[ROWS];
+    Partial<BITS, STEPS> sums[ROWS];
     for (int64_t u = 0; u < units; ++u, at += 4 * STEPS, bytes += 64 * STEPS)
       unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, rows, at);
-    add_group<BITS, ROWS>(sum, sums, {load(scales), load(scales + kPanel)}, x, row, g);
+    add_group<BITS, STEPS, ROWS>(sum, sums, {load(scales), load(scales + kPanel)}, x, row, g);
   }
   for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
 }

@@ -191,7 +191,7 @@ FLASH_INLINE F pow2(F w) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32
 // Bytes: 64 unsigned weights, four consecutive inputs of each of sixteen outputs. dot() multiplies them with four
 // signed activations, the same for every output, and adds the four products to the output's sum.
 //
-// Partial holds such sums of one unit of at most 32 inputs. AVX-512 adds straight to 32 bits. AVX2 adds pairs to 16
+// Partial holds such sums over units of 4 STEPS inputs. AVX-512 adds straight to 32 bits. AVX2 adds pairs to 16
 // bits, as many as cannot overflow for weights of so many bits, and widens then.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 struct Bytes { __m512i v; };
@@ -201,7 +201,7 @@ FLASH_INLINE Bytes masked(Bytes b, int m) { return {_mm512_and_si512(b.v, _mm512
 template <int N> FLASH_INLINE Bytes up(Bytes b) { return {_mm512_slli_epi16(b.v, N)}; }
 template <int N> FLASH_INLINE Bytes down(Bytes b) { return {_mm512_srli_epi16(b.v, N)}; }
 FLASH_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
-template <int BITS> struct Partial {
+template <int BITS, int STEPS> struct Partial {
   I total{izero()};
   template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) { total.v = _mm512_dpbusd_epi32(total.v, w.v, _mm512_set1_epi32(x)); }
   FLASH_INLINE I done() const { return total; }
@@ -222,8 +222,9 @@ FLASH_INLINE Bytes masked(Bytes w, int m) {
 template <int N> FLASH_INLINE Bytes up(Bytes w) { return {_mm256_slli_epi16(w.a, N), _mm256_slli_epi16(w.b, N)}; }
 template <int N> FLASH_INLINE Bytes down(Bytes w) { return {_mm256_srli_epi16(w.a, N), _mm256_srli_epi16(w.b, N)}; }
 FLASH_INLINE Bytes operator|(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-template <int BITS> struct Partial {
-  static constexpr int kSteps = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;  // steps * 2 * (2^BITS - 1) * 127 stays below 2^15
+template <int BITS, int STEPS> struct Partial {
+  static constexpr int kFit = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;  // steps * 2 * (2^BITS - 1) * 127 stays below 2^15
+  static constexpr int kSteps = kFit < STEPS ? kFit : STEPS;
   I total{izero()};
   __m256i a{_mm256_setzero_si256()}, b{_mm256_setzero_si256()};
   template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
@@ -242,7 +243,7 @@ template <int BITS> struct Partial {
   }
   FLASH_INLINE I done() const { return total; }
 };
-template <> struct Partial<8> {  // |w| as unsigned, the sign moved to x: products of at most 128 * 127
+template <int STEPS> struct Partial<8, STEPS> {  // |w| as unsigned, the sign moved to x: products of at most 128 * 127
   I total{izero()};
   template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x), ones = _mm256_set1_epi16(1), half = _mm256_set1_epi8(static_cast<char>(0x80));
@@ -264,7 +265,7 @@ FLASH_INLINE Bytes masked(Bytes b, int m) { for (auto& x : b.v) x = static_cast<
 template <int N> FLASH_INLINE Bytes up(Bytes b) { for (auto& x : b.v) x = static_cast<uint8_t>(x << N); return b; }
 template <int N> FLASH_INLINE Bytes down(Bytes b) { for (auto& x : b.v) x = static_cast<uint8_t>(x >> N); return b; }
 FLASH_INLINE Bytes operator|(Bytes a, Bytes b) { for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] | b.v[i]); return a; }
-template <int BITS> struct Partial {
+template <int BITS, int STEPS> struct Partial {
   I total{izero()};
   template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) {
     int8_t s[4];
