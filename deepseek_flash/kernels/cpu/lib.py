@@ -42,6 +42,7 @@ class FlashCache(ctypes.Structure):
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
         ("block_stride", c_int64),
+        ("scale_stride", c_int64),
         ("dtype", c_int32),
         ("block_size", c_int32),
         ("kv_heads", c_int32),

@@ -267,6 +267,7 @@ def _cache(k: Cache, v: Cache) -> Any:
     if isinstance(k, QuantCache) and isinstance(v, QuantCache):
         out = _cache(k.values, v.values)
         out.k_scale, out.v_scale, out.kv_group = k.scales.data_ptr(), v.scales.data_ptr(), k.group
+        out.scale_stride = k.scales.stride(0) * k.scales.element_size()
         return out
     if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
         raise InternalError("keys and values must be cached alike")

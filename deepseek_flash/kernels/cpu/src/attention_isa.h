@@ -135,7 +135,7 @@ inline void rope_write(const float* qkv, int64_t ldq, int32_t heads, const flash
     const int64_t block = step.slots[t] / cache.block_size, slot = step.slots[t] % cache.block_size;
     const int64_t from = block * cache.block_stride;
     for (int64_t h = 0; h < kv; ++h) {
-      const int64_t at = from + (slot * kv + h) * dim * size, scale_at = from + (slot * kv + h) * scales * 2;
+      const int64_t at = from + (slot * kv + h) * dim * size, scale_at = block * cache.scale_stride + (slot * kv + h) * scales * 2;
       char *k = static_cast<char*>(cache.k) + at, *v = static_cast<char*>(cache.v) + at;
       auto* ks = reinterpret_cast<uint16_t*>(static_cast<char*>(cache.k_scale) + (scales ? scale_at : 0));
       auto* vs = reinterpret_cast<uint16_t*>(static_cast<char*>(cache.v_scale) + (scales ? scale_at : 0));
@@ -275,7 +275,7 @@ inline void read_tile(const AttentionJob& job, int64_t sequence, int64_t kv_head
       const int64_t at = first + j, block = table[at / c.block_size], slot = at % c.block_size;
       const int64_t place = slot * c.kv_heads + kv_head;
       const char* from = base + block * c.block_stride + place * c.dim * size;
-      const auto* s = reinterpret_cast<const uint16_t*>(scales ? scale_base + block * c.block_stride + place * scales * 2 : nullptr);
+      const auto* s = reinterpret_cast<const uint16_t*>(scales ? scale_base + block * c.scale_stride + place * scales * 2 : nullptr);
       read_row(from, s, c.dtype, c.kv_group, c.dim, row);
     }
     if (which == 0)

@@ -69,8 +69,8 @@ int32_t flash_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t n
 // ---- the paged cache and attention: attention.cpp
 typedef struct {
   void *k, *v;                // row (block b, slot s, head h) starts at k + b * block_stride + (s * kv_heads + h) * dim * item
-  void *k_scale, *v_scale;    // FLASH_I8: fp16, at b * block_stride + ((s * kv_heads + h) * dim / kv_group) * 2; else NULL
-  int64_t block_stride;       // bytes
+  void *k_scale, *v_scale;    // FLASH_I8: fp16, at b * scale_stride + ((s * kv_heads + h) * dim / kv_group) * 2; else NULL
+  int64_t block_stride, scale_stride;  // bytes from block to block
   int32_t dtype, block_size, kv_heads, dim;
   int32_t kv_group;           // FLASH_I8: values along the head dimension that share a scale, else 0
 } flash_cache;

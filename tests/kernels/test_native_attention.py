@@ -1,0 +1,174 @@
+"""The C++ attention and cache kernels: every cache type against the reference; neighbours, chunks, threads, sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deepseek_flash.kernels.cpu import lib
+from deepseek_flash.kernels.cpu.native import Native
+from deepseek_flash.kernels.ops.attention import paged_attention, paged_case
+from deepseek_flash.kernels.ops.cache import quantize_heads, rope_and_cache_write
+from deepseek_flash.kernels.ops.rope import tables
+from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
+
+LIBRARY = lib.load()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native kernels: {lib.why_missing()}")
+
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+SHAPES = [(9, 3, 64, 16), (4, 4, 6, 5), (16, 1, 16, 32), (8, 8, 128, 100), (2, 1, 2, 1), (7, 1, 192, 17), (6, 2, 80, 3)]
+"""heads, kv heads, dim, block size"""
+LENS = [(1, 40), (5, 5), (1, 257), (65, 200), (2, 512), (4, 300), (120, 700), (1, 1)]
+
+
+@pytest.fixture(autouse=True)
+def best_isa() -> Iterator[None]:
+    yield
+    assert LIBRARY is not None
+    LIBRARY.functions.flash_use_isa(None)
+
+
+def _as(cache: torch.Tensor, dtype: str) -> Cache:
+    """The same rows in another type, unused ones still no numbers, blocks still further apart than their size."""
+    if dtype == "int8":
+        dim = cache.shape[-1]
+        group = next((g for g in (64, 32, 16) if dim % g == 0), dim)
+        values, scales = quantize_heads(cache.nan_to_num(0.0), group)
+        scales[torch.isnan(cache[..., 0])] = float("nan")
+        return QuantCache(values, scales)
+    base = torch.full((cache.shape[0], cache.shape[1] + 1, *cache.shape[2:]), float("nan"))
+    base[:, :-1] = cache
+    return base.to(getattr(torch, dtype))[:, :-1]
+
+
+def _case(shape: tuple[int, int, int, int], dtype: str, lens: list[tuple[int, int]]) -> tuple:
+    heads, kv_heads, dim, block_size = shape
+    gen = torch.Generator().manual_seed(7)
+    q, k, v, plan, scale = paged_case(gen, lens, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    return q, _as(k, dtype), _as(v, dtype), plan, scale
+
+
+def _only(plan: AttentionPlan, s: int, first: int, last: int) -> AttentionPlan:
+    """Positions first .. last of sequence s."""
+    table = plan.block_table[s : s + 1]
+    return AttentionPlan((0, last - first), (last,), table, torch.zeros(last - first, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_reference_on_every_instruction_set(shape: tuple[int, int, int, int], dtype: str) -> None:
+    q, k, v, plan, scale = _case(shape, dtype, LENS)
+    want = paged_attention(q, k, v, plan, scale)
+    assert LIBRARY is not None
+    outs = []
+    for isa in LIBRARY.isas:
+        assert LIBRARY.functions.flash_use_isa(isa.encode()) == 0
+        outs.append(Native(2).paged_attention(q, k, v, plan, scale))
+    assert (outs[0] - want).abs().max() <= 1e-5 * want.abs().max()
+    for isa, out in zip(LIBRARY.isas, outs, strict=True):
+        assert torch.equal(out, outs[0]), isa
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_same_bits_alone_in_chunks_and_with_other_threads(shape: tuple[int, int, int, int], dtype: str) -> None:
+    q, k, v, plan, scale = _case(shape, dtype, LENS)
+    full = Native(3).paged_attention(q, k, v, plan, scale)
+    one = Native(1)
+    for s, (new, context) in enumerate(LENS):
+        a = plan.cu_q[s]
+        for chunk in (1, 3, 33, new):
+            for i in range(0, new, chunk):
+                n = min(chunk, new - i)
+                first = context - new + i
+                out = one.paged_attention(q[a + i : a + i + n], k, v, _only(plan, s, first, first + n), scale)
+                assert torch.equal(out, full[a + i : a + i + n]), (s, chunk, i)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str) -> None:
+    """A prefix of 600 tokens shared by twelve, of which some see 300 more that they share, and their own ends."""
+    gen = torch.Generator().manual_seed(8)
+    bs, shared = 16, 38
+    contexts = [600 + 16 * (i % 3) + i for i in range(12)]
+    blocks = 400
+    k, v = (_as(torch.randn(blocks, bs, 3, 64, generator=gen), dtype) for _ in range(2))
+    table = torch.zeros(12, 60, dtype=torch.int64)
+    for i in range(12):
+        own = shared + 10 + 20 * i + torch.arange(60 - shared)
+        table[i] = torch.cat((torch.arange(shared), own))
+    counts = [1, 1, 2, 1, 4, 1, 1, 30, 1, 1, 1, 1]
+    cu = torch.tensor([0, *counts]).cumsum(0).tolist()
+    plan = AttentionPlan(tuple(cu), tuple(contexts), table, torch.zeros(cu[-1], dtype=torch.int64))
+    q = torch.randn(cu[-1], 9, 64, generator=gen)
+    full = Native(2).paged_attention(q, k, v, plan, 0.125)
+    want = paged_attention(q, k, v, plan, 0.125)
+    assert (full - want).abs().max() <= 1e-5 * want.abs().max()
+    for s in range(12):
+        alone = Native(1).paged_attention(
+            q[cu[s] : cu[s + 1]], k, v, _only(plan, s, contexts[s] - counts[s], contexts[s]), 0.125
+        )
+        assert torch.equal(alone, full[cu[s] : cu[s + 1]]), s
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot"), [(9, 3, 64, 64), (2, 2, 6, 6), (4, 1, 80, 32), (1, 1, 2, 2)]
+)
+def test_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, rot: int, dtype: str) -> None:
+    gen = torch.Generator().manual_seed(9)
+    tokens, bs, blocks = 37, 5, 12
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=gen)
+    cos, sin = tables(gen, tokens, rot)
+    slots = torch.randperm(blocks * bs, generator=gen)[:tokens]
+    plan = AttentionPlan((0, tokens), (tokens,), torch.zeros(1, 1, dtype=torch.int64), slots)
+    blank = torch.zeros(blocks, bs, kv_heads, dim)
+    args = (qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :], cos, sin)
+    mine, theirs = ((_as(blank, dtype), _as(blank, dtype)) for _ in range(2))
+    q = Native(2).rope_and_cache_write(*args, *mine, plan)
+    want = rope_and_cache_write(*args, *theirs, plan)
+    assert torch.allclose(q, want, rtol=1e-6, atol=1e-6)
+    for got, expected in zip(mine, theirs, strict=True):
+        if isinstance(got, QuantCache) and isinstance(expected, QuantCache):
+            assert (got.values.int() - expected.values.int()).abs().max() <= 1
+            assert torch.allclose(got.scales.float(), expected.scales.float(), rtol=2e-3)
+        else:
+            assert isinstance(got, torch.Tensor)
+            assert isinstance(expected, torch.Tensor)
+            assert torch.allclose(got.float(), expected.float(), rtol=1e-2 if dtype == "bfloat16" else 2e-3, atol=1e-6)
+
+
+def test_values_beyond_a_type_are_rounded_as_torch_rounds_them() -> None:
+    """Halves to even, subnormals, the largest and infinity, on every instruction set."""
+    x = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            1e-8,
+            6e-8,
+            5.96e-8,
+            6.1e-5,
+            65504.0,
+            65519.0,
+            65520.0,
+            1e10,
+            2049.0,
+            2051.0,
+            1 / 3,
+            -1.5,
+            1e-3,
+            3e38,
+        ]
+    )
+    assert LIBRARY is not None
+    for isa in LIBRARY.isas:
+        LIBRARY.functions.flash_use_isa(isa.encode())
+        for dtype in (torch.float16, torch.bfloat16):
+            cache = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 1, 16, dtype=dtype)
+            plan = AttentionPlan((0, 1), (1,), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+            qkv = x.view(1, 1, 16).repeat(1, 3, 1)
+            one, none = torch.ones(1, 1, 16), torch.zeros(1, 1, 16)
+            Native(1).rope_and_cache_write(qkv[:, :2], qkv[:, 2:], one, none, *cache, plan)
+            assert torch.equal(cache[1].view(16), x.to(dtype)), (isa, dtype)
