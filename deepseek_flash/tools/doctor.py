@@ -64,6 +64,7 @@ def machine() -> Iterator[tuple[str, str]]:
 
 def kernels() -> Iterator[tuple[str, str]]:
     """Which implementation each op got here, and what is lost against the best there is."""
+    from deepseek_flash.kernels.cpu import lib
     from deepseek_flash.kernels.registry import select
 
     try:
@@ -77,7 +78,12 @@ def kernels() -> Iterator[tuple[str, str]]:
         yield "lost", "DEEPSEEK_FLASH_KERNELS=reference forces the definitions: several times slower, same tokens"
     for op, reason in chosen.why.items():
         yield "lost", f"{op}: {reason}"
-    yield "not there", "quantised compute, native (compiled) kernels, GPU kernels: docs/limits.md"
+    library = lib.load()
+    if library is None:
+        yield "lost", f"native kernels: {lib.why_missing()}"
+    else:
+        yield "native library", f"{library.path}, {library.isa} in use, of {', '.join(library.isas)}"
+    yield "not there", "GPU kernels: docs/limits.md"
 
 
 def optional() -> Iterator[tuple[str, str]]:

@@ -92,7 +92,7 @@ def test_a_bool_is_not_a_number(name):
     [
         ({"device": "cuda"}, "CUDA"),
         ({"dtype": "bfloat16"}, "half-precision"),
-        ({"kv_cache_dtype": "int8"}, "quantised caches"),
+        ({"kv_cache_dtype": "int9"}, "'int8'"),
         ({"dtype": "flaot32"}, "did you mean 'float32'"),
     ],
 )

@@ -331,7 +331,7 @@ def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
 def test_doctor_reports_a_wrong_setting_instead_of_failing(monkeypatch, capsys):
     monkeypatch.setenv("DEEPSEEK_FLASH_KERNELS", "fastest")
     assert cli.main(["doctor"]) == 0
-    assert "must be 'auto' or 'reference'" in capsys.readouterr().out
+    assert "must be 'auto', 'torch' or 'reference'" in capsys.readouterr().out
 
 
 def test_the_model_not_found_error_says_how_to_pull(monkeypatch, capsys):

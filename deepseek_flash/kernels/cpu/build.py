@@ -42,13 +42,8 @@ class BuildError(RuntimeError):
 
 
 def compiler() -> str | None:
-    """Path of a C++ compiler: $CXX, else the usual names."""
-    named = os.environ.get("CXX")
-    for name in (named,) if named else _COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
-    return None
+    """Path of a C++ compiler, or None."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
 
 
 def machine() -> str:
@@ -81,7 +76,7 @@ def build(folder: Path, *, flags: tuple[str, ...] = (), name: str | None = None)
     """Compile into ``folder`` and return the library's path; atomic, so others see it whole or not at all."""
     cxx = compiler()
     if cxx is None:
-        raise BuildError(f"no C++ compiler found (looked for $CXX, {', '.join(_COMPILERS)})")
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)})")
     isas = ISAS.get(machine(), {"scalar": ""})
     target = folder / (name or library_name())
     folder.mkdir(parents=True, exist_ok=True)
