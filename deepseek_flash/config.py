@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deepseek_flash.errors import ConfigError, bounds, near_miss, near_or_all
 
 ENVIRONMENT: dict[str, str] = {
-    "DEEPSEEK_FLASH_CACHE": "folder for pulled models [~/.cache/deepseek-flash]",
-    "DEEPSEEK_FLASH_KERNELS": "'reference' forces the torch definitions of every op [auto]",
+    "DEEPSEEK_FLASH_CACHE": "folder for pulled models and compiled kernels [~/.cache/deepseek-flash]",
+    "DEEPSEEK_FLASH_KERNELS": "'torch' leaves out the native kernels, 'reference' forces every op's definition [auto]",
 }
 """Every environment variable the package reads, with its meaning and [default]. docs/cli.md lists the same."""
 

@@ -31,6 +31,7 @@ OPS: dict[str, str] = {
     "cache_write": "ops.cache:CACHE_WRITE",
     "rope_and_cache_write": "ops.cache:ROPE_AND_CACHE_WRITE",
     "paged_attention": "ops.attention:PAGED_ATTENTION",
+    "argmax": "ops.sample:ARGMAX",
     "bind_packed": "ops.packed:BIND_PACKED",
     "packed_linear": "ops.packed:PACKED_LINEAR",
     "packed_rows": "ops.packed:PACKED_ROWS",
@@ -51,6 +52,7 @@ IMPLS: dict[str, dict[str, tuple[str, ...]]] = {
         "cache_write": ("cpu.paged:CACHE_WRITE",),
         "rope_and_cache_write": ("cpu.native:ROPE_AND_CACHE_WRITE", "cpu.paged:ROPE_AND_CACHE_WRITE"),
         "paged_attention": ("cpu.native:PAGED_ATTENTION", "cpu.attention:PAGED_ATTENTION"),
+        "argmax": ("cpu.native:ARGMAX",),
         "bind_packed": ("cpu.native:BIND_PACKED",),
         "packed_linear": ("cpu.native:PACKED_LINEAR",),
         "packed_rows": ("cpu.native:PACKED_ROWS",),
@@ -82,6 +84,7 @@ class Kernels:
     cache_write: Callable[[torch.Tensor, torch.Tensor, AttentionPlan], None]
     rope_and_cache_write: Callable[..., torch.Tensor]
     paged_attention: Callable[[torch.Tensor, Cache, Cache, AttentionPlan, float], torch.Tensor]
+    argmax: Callable[[torch.Tensor], torch.Tensor]
     bind_packed: Callable[[tuple[PackedWeight, ...], torch.Tensor | None], PackedLinear]
     packed_linear: Callable[[torch.Tensor, PackedLinear], torch.Tensor]
     packed_rows: Callable[[PackedLinear, torch.Tensor], torch.Tensor]

@@ -6,13 +6,14 @@ forbidden ids, temperature, top_k, top_p, min_p, draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from deepseek_flash.errors import InternalError
+from deepseek_flash.kernels.ops.sample import ARGMAX
 from deepseek_flash.sampling.params import ResolvedSampling
 from deepseek_flash.sampling.rng import uniform
 
@@ -99,10 +100,10 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses tokens with ids below ``vocab_limit``; holds no state between calls."""
+    """Chooses tokens with ids below ``vocab_limit``; holds no state between calls. ``argmax``: the op, implemented."""
 
-    def __init__(self, vocab_limit: int) -> None:
-        self.vocab_limit = vocab_limit
+    def __init__(self, vocab_limit: int, argmax: Callable[[Tensor], Tensor] = ARGMAX.reference) -> None:
+        self.vocab_limit, self._argmax = vocab_limit, argmax
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | InternalError]:
         """One result a row, in order; ``logits`` [rows, vocab] fp32 are not changed.
@@ -116,9 +117,8 @@ class Sampler:
         best: dict[int, int | None] = {}
         if greedy:
             block = allowed if len(greedy) == len(rows) else allowed[greedy]
-            ids = block.argmax(dim=-1)  # the first of equals; NaN wins over every number
-            finite = torch.isfinite(block.gather(1, ids[:, None])).squeeze(1)
-            best = {i: t if ok else None for i, t, ok in zip(greedy, ids.tolist(), finite.tolist(), strict=True)}
+            ids = self._argmax(block).tolist()
+            best = {i: None if t < 0 else t for i, t in zip(greedy, ids, strict=True)}
         out: list[Sampled | InternalError] = []
         for i, row in enumerate(rows):
             token = best[i] if i in best else choose(allowed[i], row)

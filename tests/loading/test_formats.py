@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from deepseek_flash.errors import UnsupportedModel
+from deepseek_flash.kernels.weights import dequantize as values_of
+from deepseek_flash.kernels.weights import pack, unpack
 from deepseek_flash.quant.formats import GGML_TYPES, SUPPORTED, dequantize, ggml_type
+from deepseek_flash.quant.repack import repack
 
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]
@@ -41,6 +44,19 @@ def test_decoders_match_gguf_on_random_bytes(name: str, count: int) -> None:
     got = dequantize(torch.from_numpy(data.reshape(-1)), kind, (count, kind.values))
     assert got.shape == (count, kind.values)
     np.testing.assert_array_equal(got.numpy().reshape(-1), want)
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_repacked_blocks_hold_the_same_values(name: str, rows: int) -> None:
+    """K-quants too, bit for bit, through the packed form and back; the sign of a zero is free."""
+    kind = BY_NAME[name]
+    per_row = 512 // kind.values
+    data = _blocks(name, rows * per_row, seed=rows)
+    want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind.id)).reshape(rows, 512)
+    plain = repack(name, torch.from_numpy(data).view(rows, per_row, kind.nbytes), 512)
+    np.testing.assert_array_equal(values_of(plain).numpy(), want)
+    np.testing.assert_array_equal(values_of(unpack(pack(plain))).numpy(), want)
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -20,10 +20,10 @@ from deepseek_flash.scheduler.scheduler import Scheduler
 from deepseek_flash.scheduler.sequence import Sequence
 
 
-def load(path: Path, prefer: str = "auto") -> tuple[ModelInfo, Model]:
+def load(path: Path, prefer: str = "auto", threads: int | None = None) -> tuple[ModelInfo, Model]:
     with open_source(path) as source:
         info = resolve(source.config)
-        kernels = select("cpu", prefer)
+        kernels = select("cpu", prefer, threads)
         model = info.build(kernels)
         load_model_weights(model, model.rules, source, torch.float32, packed=kernels.packs)
     return info, model
@@ -60,11 +60,12 @@ class Harness:
         batch: int = 8,
         blocks: int = 400,
         prefix_caching: bool = True,
+        dtype: str = "float32",
     ) -> None:
-        self.model, spec = model, info.cache_spec(block_size)
+        self.model, spec = model, info.cache_spec(block_size, dtype)
         self.store = KVStore(spec, (blocks,), "cpu")
         for pool in self.store.pools:  # whatever is not written must not matter
-            pool.view(torch.float32).fill_(float("nan"))
+            pool.fill_(255)  # NaN in every float type
         manager = KVManager(spec, (blocks,), root=b"test", prefix_caching=prefix_caching)
         self.scheduler = Scheduler(manager, max_batch_size=batch, token_budget=chunk)
         self._ids = 0

@@ -140,10 +140,11 @@ def test_every_kind(models: Callable[[str], Loaded], kind: str) -> None:
         assert_parity(answer, reference, len(tokens))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_reference_kernels(models: Callable[[str], Loaded], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("prefer", ["torch", "reference"])
+@pytest.mark.parametrize("kind", ["llama", "llama biases", "qwen2", "qwen3"])
+def test_the_other_kernels(models: Callable[[str], Loaded], tmp_path: Path, kind: str, prefer: str) -> None:
     make, over = KINDS[kind]
-    info, model = load(make(tmp_path, **over), "reference")
+    info, model = load(make(tmp_path, **over), prefer)
     prompts = [prompt(i, n) for i, n in enumerate((1, 40, 130))]
     for tokens, answer in zip(prompts, Harness(info, model, chunk=64).serve(prompts, NEW), strict=True):
         assert_parity(answer, models(kind)[2], len(tokens))
@@ -237,7 +238,7 @@ def test_smollm2(smollm2: Path) -> None:
     """The real model, its Q4_1 weights widened: logits and 20 greedy tokens as transformers computes them."""
     import transformers
 
-    info, model = load(smollm2)
+    info, model = load(smollm2, "torch")
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
@@ -246,6 +247,15 @@ def test_smollm2(smollm2: Path) -> None:
     prompts = [tokenizer(t)["input_ids"] for t in ("The capital of France is", licence * 2, "Once upon a time, " * 120)]
     for tokens, answer in zip(prompts, Harness(info, model, chunk=256).serve(prompts, 20), strict=True):
         assert_parity(answer, reference, len(tokens))
+    # The native kernels round activations to int8: the same choice wherever transformers' is clear.
+    native = load(smollm2)
+    for tokens, answer in zip(prompts, Harness(*native, chunk=256).serve(prompts, 20), strict=True):
+        with torch.inference_mode():
+            want = reference(torch.tensor([answer.tokens])).logits[0]
+        best = want.topk(2).values
+        for at, got in answer.logits.items():
+            if best[at, 0] - best[at, 1] > 2.0:
+                assert int(got.argmax()) == int(want[at].argmax()), f"{len(tokens)} tokens, position {at}"
     # On random tokens fp32 itself is 1e-3 off, transformers' too: compare errors against fp64.
     noise = prompt(1, 600, info.vocab_size)
     (answer,) = Harness(info, model, chunk=256).serve([noise], 1)

@@ -72,18 +72,21 @@ def library_name() -> str:
     return f"libflash_cpu-{digest()}{suffix()}"
 
 
-def build(folder: Path, *, flags: tuple[str, ...] = (), name: str | None = None) -> Path:
-    """Compile into ``folder`` and return the library's path; atomic, so others see it whole or not at all."""
+def build(folder: Path, *, flags: tuple[str, ...] = (), program: Path | None = None) -> Path:
+    """Compile into ``folder`` and return the library's path; atomic, so others see it whole or not at all.
+
+    ``program``: a C++ file with ``main``, to make an executable of it and the kernels instead. ``flags`` are added.
+    """
     cxx = compiler()
     if cxx is None:
         raise BuildError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)})")
     isas = ISAS.get(machine(), {"scalar": ""})
-    target = folder / (name or library_name())
+    target = folder / (library_name() if program is None else program.stem)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
         work = Path(scratch)
         jobs: list[tuple[list[str], Path]] = []
-        for source in sorted(SOURCES.glob("*.cpp")):
+        for source in [*sorted(SOURCES.glob("*.cpp")), *([program] if program else [])]:
             if source.name == PER_ISA:
                 for isa, extra in isas.items():
                     out = work / f"isa_{isa}.o"
@@ -92,11 +95,21 @@ def build(folder: Path, *, flags: tuple[str, ...] = (), name: str | None = None)
                     )
             else:
                 out = work / f"{source.stem}.o"
-                jobs.append(([*flags, "-c", str(source), "-o", str(out)], out))
+                jobs.append(([f"-I{SOURCES}", *flags, "-c", str(source), "-o", str(out)], out))
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             list(pool.map(lambda job: _run([cxx, *COMMON, *job[0]]), jobs))
         made = work / target.name
-        _run([cxx, "-shared", "-pthread", *flags, *(str(out) for _, out in jobs), "-o", str(made)])
+        _run(
+            [
+                cxx,
+                *(["-shared"] if program is None else []),
+                "-pthread",
+                *flags,
+                *(str(out) for _, out in jobs),
+                "-o",
+                str(made),
+            ]
+        )
         os.replace(made, target)
     return target
 

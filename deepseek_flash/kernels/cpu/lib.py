@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flash_linear_rows": (c_int32, (_P, _P, c_int64, _P)),
     "flash_rms_norm": (c_int32, (_P, _P, c_int64, _P, c_float, c_int64, c_int64, _P)),
     "flash_add_rms_norm": (c_int32, (_P, _P, _P, _P, c_float, c_int64, c_int64, _P, _P)),
+    "flash_argmax": (c_int32, (_P, _P, c_int64, c_int64, c_int64, _P)),
     "flash_silu_mul": (c_int32, (_P, _P, c_int64, c_int64, _P)),
     "flash_rope_and_cache_write": (c_int32, (_P, _P, c_int64, c_int32, _P, _P, _P)),
     "flash_attention_scratch": (c_int64, (_P, _P, c_int32, c_int32)),

@@ -107,6 +107,14 @@ class Native:
         _check(c.flash_silu_mul(self._pool, gate_up.data_ptr(), rows, n, y.data_ptr()))
         return y
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        c = self.library
+        logits = _rows(logits)
+        rows, n = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        _check(c.flash_argmax(self._pool, logits.data_ptr(), logits.stride(0), rows, n, ids.data_ptr()))
+        return ids
+
     # -- packed weights
 
     def bind_packed(self, parts: tuple[PackedWeight, ...], bias: torch.Tensor | None) -> PackedLinear:
@@ -319,6 +327,7 @@ def _impl(name: str) -> Impl:
 RMS_NORM = _impl("rms_norm")
 ADD_RMS_NORM = _impl("add_rms_norm")
 SILU_MUL = _impl("silu_mul")
+ARGMAX = _impl("argmax")
 BIND_PACKED = _impl("bind_packed")
 PACKED_LINEAR = _impl("packed_linear")
 PACKED_ROWS = _impl("packed_rows")

@@ -148,12 +148,12 @@ inline void rope_write(const float* qkv, int64_t ldq, int32_t heads, const flash
 
 // --------------------------------------------------------------------------------------------------- one tile
 
-// y[16 columns apart by ldy] = sixteen rows x[r][16], turned.
-FLASH_INLINE void turn(const float* x, int64_t ldx, float* y, int64_t ldy) {
+// Sixteen rows of sixteen, turned: y[c * ldy + r] = rows[r][c].
+FLASH_INLINE void turn(const F* rows, float* y, int64_t ldy) {
 #if defined(__AVX512F__)
   __m512 a[16], b[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(x + i * ldx);
+  for (int i = 0; i < 16; ++i) a[i] = rows[i].v;
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
@@ -179,8 +179,11 @@ FLASH_INLINE void turn(const float* x, int64_t ldx, float* y, int64_t ldy) {
     _mm512_storeu_ps(y + (12 + j) * ldy, _mm512_shuffle_f32x4(r, s, 0xdd));
   }
 #else
-  for (int r = 0; r < 16; ++r)
-    for (int c = 0; c < 16; ++c) y[c * ldy + r] = x[r * ldx + c];
+  for (int r = 0; r < 16; ++r) {
+    float t[16];
+    store(t, rows[r]);
+    for (int c = 0; c < 16; ++c) y[c * ldy + r] = t[c];
+  }
 #endif
 }
 
@@ -255,33 +258,95 @@ inline void products(const float* x, int64_t ldx, const float* m, int64_t ldm, i
     product_columns<1>(x + r * ldx, ldx, m, ldm, depth, start ? start + r : nullptr, out + r * ldo, ldo, columns);
 }
 
-// Keys and values first .. first + 63 of a sequence; zeros where it has none (unused rows may hold NaN).
-inline void read_tile(const AttentionJob& job, int64_t sequence, int64_t kv_head, int64_t first, const Buffers& b) {
-  const AttentionPlan& p = job.plan;
+// Where keys first .. first + count - 1 of a sequence and one kv head lie: bytes from the start of the cache, and of its
+// scales.
+struct Places { int64_t value[kTile], scale[kTile]; };
+
+FLASH_INLINE void find(const AttentionJob& job, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, Places& out) {
   const flash_cache& c = job.cache;
-  const int64_t context = p.step->context[sequence], dim = p.padded_dim, size = item_size(c.dtype);
-  const int64_t scales = c.dtype == FLASH_I8 ? c.dim / c.kv_group : 0;
-  const int64_t* table = p.step->block_table + sequence * p.step->table_stride;
-  const int64_t count = context - first < kTile ? context - first : kTile;
-  for (int which = 0; which < 2; ++which) {                 // keys pass through the values' place
+  const int64_t row = c.dim * item_size(c.dtype), scales = c.dtype == FLASH_I8 ? c.dim / c.kv_group * 2 : 0;
+  const int64_t* table = job.plan.step->block_table + sequence * job.plan.step->table_stride;
+  int64_t block = first / c.block_size, slot = first % c.block_size;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t place = slot * c.kv_heads + kv_head;
+    out.value[j] = table[block] * c.block_stride + place * row;
+    out.scale[j] = table[block] * c.scale_stride + place * scales;
+    if (++slot == c.block_size) {
+      slot = 0;
+      ++block;
+    }
+  }
+}
+
+// Sixteen values of a row of one type; int8 times the scale of their group.
+template <int TYPE>
+FLASH_INLINE F sixteen(const char* base, const char* scales, const Places& at, int64_t j, int64_t i, int32_t group) {
+  const char* p = base + at.value[j];
+  if constexpr (TYPE == FLASH_F32) return load(reinterpret_cast<const float*>(p) + i);
+  else if constexpr (TYPE == FLASH_F16) return load_f16(reinterpret_cast<const uint16_t*>(p) + i);
+  else if constexpr (TYPE == FLASH_BF16) return load_bf16(reinterpret_cast<const uint16_t*>(p) + i);
+  else return load_i8(reinterpret_cast<const int8_t*>(p) + i) * set1(half_at(reinterpret_cast<const uint16_t*>(scales + at.scale[j]) + i / group));
+}
+
+// A tile of heads whose width, and groups, are multiples of 16.
+template <int TYPE>
+inline void read_even_tile(const AttentionJob& job, const Places& at, int64_t count, const Buffers& b) {
+  const flash_cache& c = job.cache;
+  const char *k = static_cast<const char*>(c.k), *v = static_cast<const char*>(c.v);
+  const char *ks = static_cast<const char*>(c.k_scale), *vs = static_cast<const char*>(c.v_scale);
+  const int64_t dim = job.plan.padded_dim;
+  for (int64_t j = 0; j < kTile; j += 16) {
+    for (int64_t i = 0; i < dim; i += 16) {
+      F rows[16];
+      if (j + 16 <= count) {
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < 16; ++r) rows[r] = sixteen<TYPE>(k, ks, at, j + r, i, c.kv_group);
+      } else {
+        for (int64_t r = 0; r < 16; ++r) rows[r] = j + r < count ? sixteen<TYPE>(k, ks, at, j + r, i, c.kv_group) : zero();
+      }
+      turn(rows, b.keys + i * kTile + j, kTile);
+    }
+  }
+  for (int64_t j = 0; j < kTile; ++j)
+    for (int64_t i = 0; i < dim; i += 16)
+      store(b.values + j * dim + i, j < count ? sixteen<TYPE>(v, vs, at, j, i, c.kv_group) : zero());
+}
+
+inline void read_odd_tile(const AttentionJob& job, const Places& at, int64_t count, const Buffers& b) {
+  const flash_cache& c = job.cache;
+  const int64_t dim = job.plan.padded_dim;
+  for (int which = 0; which < 2; ++which) {  // keys pass through the values' place
     const char* base = static_cast<const char*>(which ? c.v : c.k);
-    const char* scale_base = static_cast<const char*>(which ? c.v_scale : c.k_scale);
+    const char* scales = static_cast<const char*>(which ? c.v_scale : c.k_scale);
     for (int64_t j = 0; j < kTile; ++j) {
       float* row = b.values + j * dim;
-      if (j >= count) {
+      if (j < count) {
+        read_row(base + at.value[j], reinterpret_cast<const uint16_t*>(scales + at.scale[j]), c.dtype, c.kv_group, c.dim, row);
+      } else {
         for (int64_t i = 0; i < dim; i += 16) store(row + i, zero());
-        continue;
       }
-      const int64_t at = first + j, block = table[at / c.block_size], slot = at % c.block_size;
-      const int64_t place = slot * c.kv_heads + kv_head;
-      const char* from = base + block * c.block_stride + place * c.dim * size;
-      const auto* s = reinterpret_cast<const uint16_t*>(scales ? scale_base + block * c.scale_stride + place * scales * 2 : nullptr);
-      read_row(from, s, c.dtype, c.kv_group, c.dim, row);
     }
-    if (which == 0)
-      for (int64_t j = 0; j < kTile; j += 16)
-        for (int64_t i = 0; i < dim; i += 16) turn(b.values + j * dim + i, dim, b.keys + i * kTile + j, kTile);
+    if (which) break;
+    for (int64_t j = 0; j < kTile; j += 16)
+      for (int64_t i = 0; i < dim; i += 16) {
+        F rows[16];
+        for (int64_t r = 0; r < 16; ++r) rows[r] = load(b.values + (j + r) * dim + i);
+        turn(rows, b.keys + i * kTile + j, kTile);
+      }
   }
+}
+
+// Keys and values first .. first + 63 of a sequence; zeros where it has none (unused rows may hold NaN).
+inline void read_tile(const AttentionJob& job, int64_t sequence, int64_t kv_head, int64_t first, const Buffers& b) {
+  const flash_cache& c = job.cache;
+  const int64_t left = job.plan.step->context[sequence] - first, count = left < kTile ? left : kTile;
+  Places at;
+  find(job, sequence, kv_head, first, count, at);
+  if (c.dim % 16 || (c.dtype == FLASH_I8 && c.kv_group % 16)) read_odd_tile(job, at, count, b);
+  else if (c.dtype == FLASH_F32) read_even_tile<FLASH_F32>(job, at, count, b);
+  else if (c.dtype == FLASH_F16) read_even_tile<FLASH_F16>(job, at, count, b);
+  else if (c.dtype == FLASH_BF16) read_even_tile<FLASH_BF16>(job, at, count, b);
+  else read_even_tile<FLASH_I8>(job, at, count, b);
 }
 
 // Keys first .. last of one partition into the partition's results of `rows` rows; limit[r]: keys that row sees.

@@ -66,6 +66,9 @@ int32_t flash_add_rms_norm(void* pool, const float* x, const float* residual, co
                            int64_t rows, int64_t dim, float* y, float* sum);
 int32_t flash_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t n, float* y);
 
+// ids[r] = index of the largest of logits [rows, n] (the first of equals), -1 when it is not finite or a value is NaN
+int32_t flash_argmax(void* pool, const float* logits, int64_t ld, int64_t rows, int64_t n, int64_t* ids);
+
 // ---- the paged cache and attention: attention.cpp
 typedef struct {
   void *k, *v;                // row (block b, slot s, head h) starts at k + b * block_stride + (s * kv_heads + h) * dim * item

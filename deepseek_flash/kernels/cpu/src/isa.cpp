@@ -19,6 +19,7 @@ const Ops FLASH_TABLE(FLASH_ISA) = {
     FLASH_ISA::linear_rows,
     FLASH_ISA::norm,
     FLASH_ISA::head_norm,
+    FLASH_ISA::argmax,
     FLASH_ISA::silu_mul,
     FLASH_ISA::rope_write,
     FLASH_ISA::attend,

@@ -40,6 +40,7 @@ struct Ops {
   // heads of a token side by side, each normalised on its own; in place, row stride ld
   void (*head_norm)(float* x, int64_t ld, const float* weight, float eps, int64_t heads, int64_t dim, int64_t begin,
                     int64_t end);
+  void (*argmax)(const float* x, int64_t ld, int64_t n, int64_t* ids, int64_t begin, int64_t end);
   void (*silu_mul)(const float* gate_up, int64_t n, float* y, int64_t begin, int64_t end);
 
   // attention.cpp

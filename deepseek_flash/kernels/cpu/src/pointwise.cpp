@@ -33,6 +33,14 @@ FLASH_API int32_t flash_add_rms_norm(void* pool, const float* x, const float* re
   return FLASH_OK;
 }
 
+FLASH_API int32_t flash_argmax(void* pool, const float* logits, int64_t ld, int64_t rows, int64_t n, int64_t* ids) {
+  if (rows < 0 || n < 1 || ld < n) return FLASH_E_ARGUMENT;
+  parallel_for(static_cast<flash::Pool*>(pool), rows, 1, [&](int32_t, int64_t a, int64_t b) {
+    ops().argmax(logits, ld, n, ids, a, b);
+  });
+  return FLASH_OK;
+}
+
 FLASH_API int32_t flash_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t n, float* y) {
   if (rows < 0 || n < 1) return FLASH_E_ARGUMENT;
   parallel_for(static_cast<flash::Pool*>(pool), rows, grain(2 * n),

@@ -78,6 +78,53 @@ inline void head_norm(float* x, int64_t ld, const float* weight, float eps, int6
   }
 }
 
+// Exactly, one value after the other: for rows with infinities or NaN.
+inline int64_t careful_argmax(const float* x, int64_t n) {
+  int64_t best = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (x[i] != x[i]) return -1;
+    if (x[i] > x[best]) best = i;
+  }
+  return x[best] - x[best] == 0.0f ? best : -1;
+}
+
+inline void argmax(const float* x, int64_t ld, int64_t n, int64_t* ids, int64_t begin, int64_t end) {
+  constexpr int64_t kRun = 1024;  // the run that holds the maximum is searched again
+  for (int64_t row = begin; row < end; ++row) {
+    const float* v = x + row * ld;
+    F odd = zero();
+    float best = 0.0f;
+    int64_t where = -1;
+    for (int64_t first = 0; first < n; first += kRun) {
+      const int64_t last = first + kRun < n ? first + kRun : n;
+      F most = set1(v[first]);
+      int64_t i = first;
+      for (; i + 16 <= last; i += 16) {
+        const F a = load(v + i);
+        most = max(a, most);
+        odd = fma(a, zero(), odd);
+      }
+      float here = top(most), rest = 0.0f;
+      for (; i < last; ++i) {
+        here = v[i] > here ? v[i] : here;
+        rest += v[i] * 0.0f;
+      }
+      odd = odd + set1(rest);
+      if (where < 0 || here > best) {
+        best = here;
+        where = first;
+      }
+    }
+    const float check = sum(odd);
+    if (check != check) {
+      ids[row] = careful_argmax(v, n);
+      continue;
+    }
+    while (v[where] != best) ++where;
+    ids[row] = where;
+  }
+}
+
 // gate / (1 + e^-gate) * up
 FLASH_INLINE F gated(F gate, F up) { return gate / (set1(1.0f) + exp(zero() - gate)) * up; }
 

@@ -71,7 +71,6 @@ class Pool {
   }
 
   ~Pool() {
-    if (owner_ != process_id()) return;  // a forked child has no such threads; the memory of their handles is left
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stop_.store(true);
@@ -83,9 +82,10 @@ class Pool {
   }
 
   int32_t threads() const { return threads_; }
+  bool mine() const { return owner_ == process_id(); }
 
   void run(int64_t count, int64_t grain, Body body, void* context) {
-    if (threads_ == 1 || count <= grain || owner_ != process_id() || busy_.exchange(true, std::memory_order_acquire)) {
+    if (threads_ == 1 || count <= grain || !mine() || busy_.exchange(true, std::memory_order_acquire)) {
       if (count > 0) body(context, 0, 0, count);
       return;
     }
@@ -189,6 +189,11 @@ FLASH_API void* flash_pool_create(int32_t threads) {
   return nullptr;
 }
 
-FLASH_API void flash_pool_destroy(void* pool) { delete static_cast<flash::Pool*>(pool); }
+// A forked child has no such threads: its copy is left as it is, since destroying a condition variable waits for those
+// who sleep on it.
+FLASH_API void flash_pool_destroy(void* pool) {
+  auto* p = static_cast<flash::Pool*>(pool);
+  if (p && p->mine()) delete p;
+}
 
 FLASH_API int32_t flash_pool_threads(const void* pool) { return flash::threads_of(static_cast<const flash::Pool*>(pool)); }
