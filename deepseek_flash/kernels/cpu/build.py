@@ -28,7 +28,7 @@ ISAS: dict[str, dict[str, str]] = {
         "avx2": "-mavx2 -mfma -mf16c",
         "scalar": "",
     },
-    "aarch64": {"neon": "-march=armv8.2-a+dotprod", "scalar": ""},
+    "aarch64": {"scalar": ""},
 }
 """Machine → instruction set → flags of ``isa.cpp``; best first."""
 PER_ISA = "isa.cpp"

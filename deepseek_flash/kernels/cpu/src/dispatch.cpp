@@ -8,8 +8,6 @@ namespace flash {
 
 #if defined(__x86_64__)
 extern const Ops table_avx512, table_avx2;
-#elif defined(__aarch64__)
-extern const Ops table_neon;
 #endif
 extern const Ops table_scalar;
 
@@ -29,9 +27,6 @@ const Candidate* candidates() {
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vnni")},
       {&table_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-#elif defined(__aarch64__)
-      {&table_neon, true},
-      {nullptr, false},
 #else
       {nullptr, false},
       {nullptr, false},

@@ -1,7 +1,7 @@
 // Sixteen lanes, the same on every instruction set.
 //
 // Kernels are written once against these primitives and compiled once per instruction set (namespace FLASH_ISA).
-// A value of sixteen floats is one register of AVX-512, two of AVX2, four of NEON, an array otherwise. Every primitive
+// A value of sixteen floats is one register of AVX-512, two of AVX2; an array otherwise. Every primitive
 // does the same arithmetic, rounding included (fma is fused everywhere), so results agree bit for bit between sets.
 // Compile with -ffp-contract=off: what is fused is written as fma.
 #pragma once
@@ -11,8 +11,6 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #endif
 
 #define FLASH_INLINE inline __attribute__((always_inline))
@@ -134,8 +132,8 @@ FLASH_INLINE F pow2(F whole) { return {pow2_half(whole.a), pow2_half(whole.b)}; 
 FLASH_INLINE void halves(F x, __m256& lo, __m256& hi) { lo = x.a; hi = x.b; }
 
 #else
-// ------------------------------------------------------------------------------------- plain C++ (NEON: see below)
-// Sixteen floats in an array; compilers turn the loops into whatever vectors there are (NEON's among them).
+// ------------------------------------------------------------------------------------- plain C++
+// Sixteen floats in an array; compilers turn the loops into whatever vectors there are.
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
 #define FLASH_EACH for (int i = 0; i < 16; ++i)
