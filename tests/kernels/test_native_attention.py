@@ -87,6 +87,21 @@ def test_same_bits_alone_in_chunks_and_with_other_threads(shape: tuple[int, int,
                 assert torch.equal(out, full[a + i : a + i + n]), (s, chunk, i)
 
 
+@pytest.mark.parametrize("heads", [24, 25, 32, 71, 130])
+def test_many_heads_of_one_kv_head(heads: int) -> None:
+    """A few tokens of one sequence may be more rows than an item holds; each gets what it would get alone."""
+    lens = [(4, 300), (1, 257), (2, 70), (3, 600), (1, 1)]
+    q, k, v, plan, scale = _case((heads, 1, 64, 16), "float16", lens)
+    want = paged_attention(q, k, v, plan, scale)
+    full = Native(2).paged_attention(q, k, v, plan, scale)
+    assert (full - want).abs().max() <= 1e-5 * want.abs().max()
+    for s, (new, context) in enumerate(lens):
+        for i in range(new):
+            a, last = plan.cu_q[s] + i, context - new + i + 1
+            alone = Native(1).paged_attention(q[a : a + 1], k, v, _only(plan, s, last - 1, last), scale)
+            assert torch.equal(alone, full[a : a + 1]), (s, i)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str) -> None:
     """A prefix of 600 tokens shared by twelve, of which some see 300 more that they share, and their own ends."""

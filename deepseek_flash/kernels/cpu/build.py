@@ -32,6 +32,8 @@ ISAS: dict[str, dict[str, str]] = {
 }
 """Machine → instruction set → flags of ``isa.cpp``; best first."""
 PER_ISA = "isa.cpp"
+THROWING = ("pool.cpp",)
+"""Sources compiled with exceptions: std::thread has no other way to say that it cannot start."""
 _COMPILERS = ("c++", "g++", "clang++")
 _LONGEST = 600
 """Seconds a compiler may take."""
@@ -63,7 +65,7 @@ def digest() -> str:
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".h", ".cpp"):
             h.update(path.name.encode() + b"\0" + path.read_bytes())
-    h.update(repr((COMMON, ISAS.get(machine()), machine(), sys.platform)).encode())
+    h.update(repr((COMMON, THROWING, ISAS.get(machine()), machine(), sys.platform)).encode())
     return h.hexdigest()[:16]
 
 
@@ -95,7 +97,8 @@ def build(folder: Path, *, flags: tuple[str, ...] = (), program: Path | None = N
                     )
             else:
                 out = work / f"{source.stem}.o"
-                jobs.append(([f"-I{SOURCES}", *flags, "-c", str(source), "-o", str(out)], out))
+                throwing = ["-fexceptions"] if source.name in THROWING else []
+                jobs.append(([f"-I{SOURCES}", *throwing, *flags, "-c", str(source), "-o", str(out)], out))
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             list(pool.map(lambda job: _run([cxx, *COMMON, *job[0]]), jobs))
         made = work / target.name
@@ -110,6 +113,8 @@ def build(folder: Path, *, flags: tuple[str, ...] = (), program: Path | None = N
                 str(made),
             ]
         )
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())  # before the rename: a power cut must not leave a short file of the right name
         os.replace(made, target)
     return target
 

@@ -9,7 +9,7 @@ import warnings
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepseek_flash.config import cache_dir
 from deepseek_flash.kernels.cpu import build
@@ -206,7 +206,23 @@ def _find_or_build() -> Library:
         return _open(build.build(cache))
 
 
+def _check_whole(path: Path) -> None:
+    """Refuse a library that was cut short: opening one ends the process with SIGBUS instead of an error.
+
+    An ELF file ends with its table of sections, so its header says how long the file must be.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+        if head[:5] != b"\x7fELF\x02":  # not 64-bit ELF: the loader's own checks must do
+            return
+        order: Literal["little", "big"] = "little" if head[5:6] == b"\x01" else "big"
+        start, size, count = (int.from_bytes(head[a:b], order) for a, b in ((40, 48), (58, 60), (60, 62)))
+        if len(head) < 64 or os.fstat(file.fileno()).st_size < start + size * count:
+            raise OSError(f"{path} was cut short")
+
+
 def _open(path: Path) -> Library:
+    _check_whole(path)
     functions = ctypes.CDLL(str(path))
     functions.flash_abi.restype, functions.flash_abi.argtypes = c_int32, ()
     if functions.flash_abi() != ABI:

@@ -45,9 +45,10 @@ class BdistWheel(bdist_wheel):  # type: ignore[misc]
     """A wheel for one platform and every Python 3, when it holds a library."""
 
     def finalize_options(self) -> None:
-        super().finalize_options()
         if _build().compiler() is not None:
-            self.root_is_pure = False
+            # Before super() looks: "platlib" is then the wheel's root, so the files are not shifted into .data/purelib.
+            self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()

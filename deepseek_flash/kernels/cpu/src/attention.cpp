@@ -32,6 +32,11 @@ bool sound(const flash_cache* c, const flash_step* s, int32_t heads) {
 
 int64_t count_of(const flash_step& s, int64_t i) { return s.cu_q[i + 1] - s.cu_q[i]; }
 
+int64_t rows_of_item(int64_t group) { return group > kItemRows ? group : kItemRows; }
+
+// Few enough new tokens to be split; all rows of a sequence must fit one item (many heads may share a kv head).
+bool is_split(int64_t tokens, int64_t group) { return tokens <= kSplitTokens && tokens * group <= rows_of_item(group); }
+
 bool same_blocks(const flash_step& s, int64_t a, int64_t b, int64_t first, int64_t count) {
   const int64_t *x = s.block_table + a * s.table_stride + first, *y = s.block_table + b * s.table_stride + first;
   for (int64_t i = 0; i < count; ++i)
@@ -42,13 +47,13 @@ bool same_blocks(const flash_step& s, int64_t a, int64_t b, int64_t first, int64
 // Sizes of everything in the plan; with memory, places too.
 int64_t lay_out(const flash_cache& c, const flash_step& s, int32_t heads, int32_t threads, void* memory, AttentionPlan** out) {
   const int64_t group = heads / c.kv_heads, padded = rounded(c.dim, 16);
-  const int64_t rows = group > kItemRows ? group : kItemRows;
+  const int64_t rows = rows_of_item(group);
   const int64_t tokens_each = rows / group;
   int64_t pieces = 0, sweeps = 0, parts = 0, splits = 0;
   for (int64_t i = 0; i < s.sequences; ++i) {
     const int64_t n = count_of(s, i);
     if (n < 1) continue;
-    if (n <= kSplitTokens) {
+    if (is_split(n, group)) {
       ++splits;
       pieces += partitions(s.context[i]);
       parts += n * heads * partitions(s.context[i]);
@@ -144,8 +149,11 @@ void* plan_attention(const flash_cache& cache, const flash_step& step, int32_t h
   int64_t parts = 0;
   for (int64_t i = 0; i < step.sequences; ++i) {
     const int64_t n = count_of(step, i);
-    if (n > kSplitTokens) add_sweeps(p, i);
-    if (n < 1 || n > kSplitTokens) continue;
+    if (n < 1) continue;
+    if (!is_split(n, p.group)) {
+      add_sweeps(p, i);
+      continue;
+    }
     p.part_row[i] = parts;
     parts += n * heads * partitions(step.context[i]);
     p.split[p.splits++] = static_cast<int32_t>(i);

@@ -21,7 +21,7 @@ namespace flash {
 
 constexpr int64_t kTile = 64;
 constexpr int64_t kPartition = 256;
-constexpr int64_t kSplitTokens = 4;  // sequences with at most so many new tokens are split
+constexpr int64_t kSplitTokens = 4;  // sequences with at most so many new tokens are split, if their rows fit an item
 constexpr int64_t kMostDim = 2048, kMostGroup = 4096;  // of a head; query heads of a kv head
 constexpr int64_t kItemRows = 96;    // rows of one item, at least one token's
 

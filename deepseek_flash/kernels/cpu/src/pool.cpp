@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -66,7 +67,12 @@ class Pool {
 
   bool start() {
     if (!workers_) return false;
-    for (int32_t i = 1; i < threads_; ++i) workers_[i] = std::thread([this, i] { work(i); });
+    // The one exception here: a limit on processes or memory must not end the program.
+    try {
+      for (int32_t i = 1; i < threads_; ++i) workers_[i] = std::thread([this, i] { work(i); });
+    } catch (const std::system_error&) {
+      return false;  // the destructor joins those that started
+    }
     return true;
   }
 
@@ -76,7 +82,7 @@ class Pool {
       stop_.store(true);
     }
     wake_.notify_all();
-    for (int32_t i = 1; i < threads_; ++i)
+    for (int32_t i = 1; workers_ && i < threads_; ++i)
       if (workers_[i].joinable()) workers_[i].join();
     delete[] workers_;
   }
