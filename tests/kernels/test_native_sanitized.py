@@ -10,7 +10,7 @@ import pytest
 from deepseek_flash.kernels.cpu import build
 
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-CASES = 400
+CASES = 80
 
 
 @pytest.mark.slow
