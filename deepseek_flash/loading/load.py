@@ -13,6 +13,7 @@ from torch import nn
 
 from deepseek_flash.errors import CheckpointError, FlashError, MemoryBudgetError
 from deepseek_flash.kernels.cpu.packer import best_packer
+from deepseek_flash.loading.flash import FlashFolder, flash_rules
 from deepseek_flash.loading.packed import Part, parts_of, read_part
 from deepseek_flash.loading.rules import Rule
 from deepseek_flash.loading.source import TensorSource
@@ -55,11 +56,8 @@ def load_model_weights(
     Memory: the weights and one tensor. Afterwards every module that has an ``after_load()`` method gets one call,
     inner modules first.
     """
-    slots = _slots(model)
-    present = set(source.names())
-    active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
-    _check(model, slots, rules, active, source)
-    plans = _packed_plans(slots, active, source, quantize) if packed else {}
+    slots, rules, active = _fit(model, rules, source)
+    plans = {r.target: parts_of(r.target, r.sources, source, quantize) for r in active if packed and _packs(slots, r)}
     needed = _check_memory(slots, plans, dtype)
     try:
         _load(model, slots, rules, active, source, dtype, plans)
@@ -100,16 +98,42 @@ def _load(
             cast(Callable[[], None], hook)()
 
 
-def _packed_plans(
-    slots: dict[str, _Slot], active: Sequence[Rule], source: TensorSource, quantize: str | None
-) -> dict[str, list[Part]]:
-    """Target → the parts it will be kept in, for weights of modules that take packed ones."""
-    out: dict[str, list[Part]] = {}
-    for rule in active:
-        places = slots[rule.target].places
-        if len(places) == 1 and places[0][1] == "weight" and hasattr(places[0][0], "take_weight"):
-            out[rule.target] = parts_of(rule.target, rule.sources, source, quantize)
+def storage_plan(
+    model: nn.Module, rules: Sequence[Rule], source: TensorSource, quantize: Callable[[str], str | None], group: int
+) -> tuple[dict[str, list[Part]], list[tuple[Rule, torch.Size]]]:
+    """What ``load_model_weights`` would keep of a checkpoint, to be written to a file instead: the parts of packed
+    weights by target, then the other tensors' rules and shapes. ``quantize`` decides for each target."""
+    slots, _, active = _fit(model, rules, source)
+    parts = {
+        r.target: parts_of(r.target, r.sources, source, quantize(r.target), group) for r in active if _packs(slots, r)
+    }
+    return parts, [(r, slots[r.target].tensor.shape) for r in active if r.target not in parts]
+
+
+def read_floats(rule: Rule, shape: torch.Size, source: TensorSource) -> torch.Tensor:
+    """A tensor that is not packed, fp32."""
+    out = torch.empty(shape)
+    _fill(out, rule, source)
     return out
+
+
+def _fit(
+    model: nn.Module, rules: Sequence[Rule], source: TensorSource
+) -> tuple[dict[str, _Slot], Sequence[Rule], list[Rule]]:
+    """The model's tensors, its rules for this source, and those that have something to place, all checked."""
+    if isinstance(source, FlashFolder):
+        rules = flash_rules(rules, source)
+    slots = _slots(model)
+    present = set(source.names())
+    active = [r for r in rules if not (r.optional and present.isdisjoint(r.sources))]
+    _check(model, slots, rules, active, source)
+    return slots, rules, active
+
+
+def _packs(slots: dict[str, _Slot], rule: Rule) -> bool:
+    """Whether the target is a weight of a module that takes it packed."""
+    places = slots[rule.target].places
+    return len(places) == 1 and places[0][1] == "weight" and hasattr(places[0][0], "take_weight")
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from deepseek_flash.kernels.weights import PANEL, PackedWeight, PlainWeight, WeightFormat, alloc
+from deepseek_flash.loading.flash import FlashFolder
 from deepseek_flash.loading.source import TensorSource
 from deepseek_flash.quant.encode import encode, format_of
 
@@ -32,14 +33,16 @@ class Part:
         return self.format.packed_bytes(self.rows, self.k)
 
 
-def parts_of(target: str, sources: Sequence[str], source: TensorSource, quantize: str | None) -> list[Part]:
+def parts_of(
+    target: str, sources: Sequence[str], source: TensorSource, quantize: str | None, group: int = 32
+) -> list[Part]:
     """How a weight will be kept: neighbours of one format become one part where panels of 16 rows allow it."""
     parts: list[Part] = []
     for name in sources:
         rows, k = source.shape(name)
         form = source.weight_format(name)
         if quantize is not None:
-            form = format_of("int8" if target in EIGHT_BITS else quantize)
+            form = format_of("int8" if target in EIGHT_BITS else quantize, group)
         before = parts[-1] if parts else None
         if before is not None and before.format == form and before.rows % PANEL == 0:
             parts[-1] = Part(form, (*before.sources, name), before.rows + rows, k)
@@ -49,7 +52,10 @@ def parts_of(target: str, sources: Sequence[str], source: TensorSource, quantize
 
 
 def read_part(part: Part, source: TensorSource, pack: Packer) -> PackedWeight:
-    """Allocate and fill."""
+    """Allocate and fill; a weight that a flash folder holds as it is wanted is used where it lies."""
+    name = part.sources[0]
+    if isinstance(source, FlashFolder) and len(part.sources) == 1 and part.format == source.weight_format(name):
+        return source.mapped(name)
     packed = alloc(part.format, part.rows, part.k)
     first = 0
     for plain in _pieces(part, source):

@@ -28,6 +28,8 @@ SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that weights may have."""
+QUANTISED = ("awq", "gptq")
+"""Values of ``quant_method`` that ``checkpoint_quant`` reads."""
 
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -190,6 +192,13 @@ class SafetensorsFolder:
         entry = self._entries[name]
         entry.file.floats_into(entry.offset, self._float_type(name), out)
 
+    def integers(self, name: str) -> torch.Tensor:
+        """An int32 tensor (U32: the same bits)."""
+        entry = self._entries[name]
+        out = torch.empty(entry.shape, dtype=torch.int32)
+        entry.file.bytes_into(entry.offset, out.view(-1).view(torch.uint8))
+        return out
+
     def _float_type(self, name: str) -> torch.dtype:
         entry = self._entries[name]
         if entry.dtype not in FLOATS:
@@ -237,13 +246,13 @@ def _config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json: it is no Hugging Face model folder{_what_is_there(folder)}")
     config = normalise(read_json(path))
     method = config.get("quantization_config")
-    if method:
-        name = method.get("quant_method", "?") if isinstance(method, dict) else "?"
+    name = method.get("quant_method", "?") if isinstance(method, dict) else "?"
+    if method and str(name).lower() not in QUANTISED:
         raise UnsupportedModel(
             f"{folder} is quantised ({str(name)[:100]}, quantization_config in config.json); folders with plain "
-            f"{', '.join(FLOATS)} weights load, and quantised models as GGUF",
+            f"{', '.join(FLOATS)} weights load, {' and '.join(QUANTISED)} ones, and quantised models as GGUF",
             architecture=str(config.get("architectures", ""))[:100],
-            supported=tuple(FLOATS),
+            supported=(*FLOATS, *QUANTISED),
         )
     return config
 

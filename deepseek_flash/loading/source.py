@@ -11,7 +11,9 @@ import torch
 
 from deepseek_flash.errors import CheckpointError, FormatError, ModelError, ModelNotFound
 from deepseek_flash.kernels.weights import PlainWeight, WeightFormat, dequantize
+from deepseek_flash.loading.checkpoint_quant import QuantisedFolder
 from deepseek_flash.loading.files import DataFile
+from deepseek_flash.loading.flash import MANIFEST, FlashFolder
 from deepseek_flash.loading.gguf import MAGIC, GGUFFile
 from deepseek_flash.loading.gguf_config import architecture_of, config_from_gguf, generation_config
 from deepseek_flash.loading.gguf_names import ROPE_FREQS, half_split, interleaved, to_hf
@@ -23,12 +25,12 @@ class TensorSource(Protocol):
     """An opened checkpoint. Names are those of Hugging Face checkpoints, whatever the file calls them."""
 
     kind: str
-    """``"safetensors"`` or ``"gguf"``."""
+    """``"safetensors"``, ``"gguf"`` or ``"flash"``."""
     config: dict[str, Any]
     """As config.json, with ``rope_theta`` and ``rope_scaling`` (None or a dict with ``rope_type``)."""
     generation_config: dict[str, Any]
     metadata: dict[str, Any]
-    """A GGUF file's key-values; {} for folders."""
+    """A GGUF file's key-values (those of its tokenizer in a flash folder); {} for Hugging Face folders."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -150,7 +152,7 @@ class GGUFSource:
 
 
 def open_source(path: str | os.PathLike[str]) -> TensorSource:
-    """Open a Hugging Face folder or a GGUF file. Reads headers only, and believes nothing unchecked."""
+    """Open a Hugging Face folder, a flash folder or a GGUF file. Reads headers only, and believes nothing unchecked."""
     where = Path(path)
     if where.is_dir():
         return _open_folder(where)
@@ -173,10 +175,13 @@ def open_source(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def _open_folder(folder: Path) -> TensorSource:
+    if (folder / MANIFEST).exists():
+        return FlashFolder(folder)
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         files = sorted(folder.glob("*.gguf"))
         if len(files) == 1:
             return GGUFSource(files[0])
         if files:
             raise ModelError(f"{folder} holds several GGUF files; give one: {', '.join(f.name for f in files[:20])}")
-    return SafetensorsFolder(folder)
+    opened = SafetensorsFolder(folder)
+    return QuantisedFolder(opened) if opened.config.get("quantization_config") else opened

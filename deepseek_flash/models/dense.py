@@ -24,6 +24,7 @@ from deepseek_flash.layers.mlp import GatedMLP
 from deepseek_flash.layers.norm import RMSNorm
 from deepseek_flash.layers.rope import Rotary
 from deepseek_flash.loading.rules import Rule
+from deepseek_flash.loading.safetensors import QUANTISED
 from deepseek_flash.models.base import ConfigReader, Model, ModelInfo
 from deepseek_flash.models.rope_config import RopeConfig, read_rope
 
@@ -229,7 +230,9 @@ def qwen3(config: Mapping[str, Any]) -> DenseInfo:
 
 def _read(c: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> DenseInfo:
     c.only("hidden_act", "silu", "swish")
-    c.absent("quantization_config", "unquantised safetensors, or GGUF files")
+    method = c.config.get("quantization_config")
+    if method and str(c.inside("quantization_config").config.get("quant_method")).lower() not in QUANTISED:
+        raise c.unsupported("quantization_config", method, [*QUANTISED, "unquantised safetensors", "GGUF files"])
     layers = c.integer("num_hidden_layers", high=4096)
     max_position = c.integer("max_position_embeddings", 2048, low=2)
     _refuse_windows(c, layers, max_position)

@@ -276,7 +276,7 @@ def _tokens_within(spec: CacheSpec, room: int) -> int:
 
 
 def _tokenizer(source: TensorSource, path: Path) -> Tokenizer:
-    if source.kind == "gguf":
+    if source.metadata:  # of a GGUF file, or kept from one
         return Tokenizer.from_gguf(source.metadata, str(path))
     return Tokenizer.from_folder(path)
 

@@ -139,8 +139,8 @@ def test_other_types_are_refused_when_a_weight_has_them(tmp_path: Path) -> None:
 
 def test_quantised_folders_are_refused_by_method(tmp_path: Path) -> None:
     folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UnsupportedModel, match="awq"):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "eetq"}}))
+    with pytest.raises(UnsupportedModel, match="eetq"):
         open_source(tmp_path)
 
 
