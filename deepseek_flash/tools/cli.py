@@ -1,4 +1,4 @@
-"""``deepseek-flash``: pull, demo, chat, generate, doctor.
+"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, doctor.
 
 Only the standard library is imported here, so ``--help`` is instant; each command imports what it needs.
 """
@@ -104,6 +104,21 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("model", help=MODEL_HELP)
     generate.add_argument("prompt", help="the text to continue; '-' reads it from standard input")
     _sampling(generate)
+
+    convert = _command(commands, "convert", "convert:run", "write a model in the flash format, quantised if asked")
+    convert.add_argument("model", help=MODEL_HELP)
+    convert.add_argument("out", help="the folder to write; beside it, a hidden one holds what is unfinished")
+    convert.add_argument("--quantize", choices=["int4", "int8"], help="how; left out, weights stay as they are stored")
+    convert.add_argument("--group", type=_count, default=32, metavar="N", help="inputs that share a scale [32]")
+    convert.add_argument(
+        "--keep", action="append", metavar="WHICH", help="leave these as stored: layers=0,1, head, mlp.down, a pattern"
+    )
+    convert.add_argument("--no-progress", action="store_true", help="no bar")
+
+    inspect = _command(commands, "inspect", "inspect:run", "what a model's files hold")
+    inspect.add_argument("model", help=f"{MODEL_HELP}, or one .safetensors file")
+    inspect.add_argument("--json", action="store_true", help="for programs")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
 
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
     return top
