@@ -16,7 +16,7 @@ from deepseek_flash.config import ENVIRONMENT
 from deepseek_flash.errors import FlashError, ModelNotFound
 from deepseek_flash.tools import cli
 
-COMMANDS = ["pull", "demo", "chat", "generate", "doctor"]
+COMMANDS = ["pull", "demo", "chat", "generate", "convert", "inspect", "doctor"]
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
