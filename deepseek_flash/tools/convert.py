@@ -38,7 +38,7 @@ class Keep:
         name = target.removesuffix(".weight")
         key, equals, numbers = pattern.partition("=")
         if equals:
-            return any(name.startswith(f"{key}.{i}.") for i in _numbers(pattern, numbers))
+            return any(_under(name, key, i) for i in _numbers(pattern, numbers))
         return f".{pattern}." in f".{name}." or fnmatchcase(name, pattern) or fnmatchcase(target, pattern)
 
     def __call__(self, target: str) -> bool:
@@ -47,14 +47,23 @@ class Keep:
     def check(self, targets: Sequence[str]) -> None:
         """ConfigError for a pattern that means nothing in this model."""
         for pattern in self.patterns:
-            if not any(self.matches(pattern, t) for t in targets):
+            key, equals, numbers = pattern.partition("=")
+            if equals and any(_under(t, key, 0) for t in targets):
+                for i in _numbers(pattern, numbers):
+                    if not any(_under(t, key, i) for t in targets):
+                        raise ConfigError(f"--keep {pattern}: there is no {key}.{i}", field="keep", value=pattern)
+            elif not any(self.matches(pattern, t) for t in targets):
                 words = {w for t in targets for w in t.removesuffix(".weight").split(".") if not w.isdecimal()}
-                near = near_or_all(pattern.partition("=")[0], words)
+                near = near_or_all(key, words)
                 raise ConfigError(
                     f"--keep {pattern}: no weight of this model is meant{near}",
                     field="keep",
                     value=pattern,
                 )
+
+
+def _under(target: str, key: str, number: int) -> bool:
+    return target.startswith(f"{key}.{number}.")
 
 
 def _numbers(pattern: str, text: str) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from deepseek_flash.errors import FormatError, ModelError, UnsupportedModel
+from deepseek_flash.errors import FlashError, FormatError, ModelError, UnsupportedModel
 from deepseek_flash.kernels.registry import select
 from deepseek_flash.loading import flash_write
 from deepseek_flash.loading.flash import ALIGN, SPARE, FlashFolder, map_file
@@ -334,3 +334,25 @@ def test_rows_of_any_run_are_the_weights_rows(models: dict[str, Path], tmp_path:
         whole = source.tensor(name)
         for first, count in ((0, 60), (3, 20), (17, 1), (59, 1), (16, 44)):
             assert torch.equal(source.float_rows(name, first, count), whole[first : first + count])
+
+
+def test_damage_anywhere_in_manifest_or_header_is_told(converted: Path, tmp_path: Path) -> None:
+    """Bytes flipped at random: the model still opens, or a typed error says why not."""
+    import random
+
+    folder, rng = copy_of(converted, tmp_path / "damaged"), random.Random(5)
+    for name in ("flash.json", "model.safetensors"):
+        good = (folder / name).read_bytes()
+        reach = min(len(good), 8 + int.from_bytes(good[:8], "little")) if name != "flash.json" else len(good)
+        for _ in range(150):
+            data = bytearray(good)
+            for _ in range(rng.choice((1, 1, 4))):
+                data[rng.randrange(reach)] = rng.choice((0, 48, 57, 34, 123, rng.randrange(256)))
+            (folder / name).write_bytes(data)
+            try:
+                with open_source(folder) as source:
+                    model = resolve(source.config).build(select("cpu", "auto"))
+                    load_model_weights(model, model.rules, source, torch.float32)
+            except FlashError:
+                pass
+        (folder / name).write_bytes(good)

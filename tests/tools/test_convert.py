@@ -40,7 +40,7 @@ def test_the_command_writes_a_folder_and_prints_its_name(tiny: Path, tmp_path: P
     [
         ("head", {"head"}),
         ("layers=0-1", {"layers.0.mlp.down", "layers.1.mlp.down", "layers.1.attention.qkv"}),
-        ("layers=1,7", {"layers.1.mlp.down", "layers.1.attention.qkv"}),
+        ("layers=1,12", {"layers.1.mlp.down", "layers.1.attention.qkv", "layers.12.mlp.down"}),
         ("mlp.down", {"layers.0.mlp.down", "layers.1.mlp.down", "layers.12.mlp.down"}),
         ("layers.*.attention.*", {"layers.1.attention.qkv"}),
         ("embed.weight", {"embed"}),
@@ -56,7 +56,7 @@ def test_what_keep_means(pattern: str, kept: set[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--quantize", "int4", "--keep", "layers=7"], "no weight of this model"),
+        (["--quantize", "int4", "--keep", "layers=1,7"], "there is no layers.7"),
         (["--quantize", "int4", "--keep", "layres=0"], "did you mean 'layers'"),
         (["--quantize", "int4", "--keep", "layers=x"], "numbers like 0,1 or 0-3"),
         (["--keep", "head"], "give --quantize too"),
