@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_flash.kernels.cpu.build import compiler
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["pyproject.toml", "README.md", "LICENSE", "deepseek_flash", "integrations"]
 
@@ -49,7 +51,10 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     expected = {str(p.relative_to(ROOT).as_posix()) for p in (ROOT / "deepseek_flash").rglob("*.py")}
     expected |= {f"deepseek_flash/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "integrations").rglob("*.py")}
     expected |= {"deepseek_flash/py.typed"}
-    assert {n for n in names if ".dist-info/" not in n} == expected
+    expected |= {str(p.relative_to(ROOT).as_posix()) for p in (ROOT / "deepseek_flash/kernels/cpu/src").iterdir()}
+    libraries = {n for n in names if "/libflash_cpu-" in n}
+    assert len(libraries) == (1 if compiler() else 0)
+    assert {n for n in names if ".dist-info/" not in n} - libraries == expected
     assert "deepseek_flash/integrations/langchain/__init__.py" in names
     assert any(n.endswith("licenses/LICENSE") for n in names)
     assert "Requires-Python: >=3.11" in metadata
