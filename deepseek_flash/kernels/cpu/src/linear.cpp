@@ -33,9 +33,6 @@ int form_of(int32_t group) { return group == 16 ? 0 : group == 32 ? 1 : group ==
 // Groups a row can hold, super-blocks rounded up.
 int64_t form_stride(int64_t k, int form) { return rounded(k, kSuper) / (16 << form); }
 
-// Rows a piece of work on panels covers at once: activations of so many stay in the second-level cache.
-constexpr int64_t kRowsAtOnce = 256;
-
 }  // namespace
 
 uint32_t group_bit(const flash_linear& w) { return w.kind ? 0u : 1u << form_of(w.group); }
@@ -55,7 +52,7 @@ int64_t quant_forms_bytes(uint32_t groups, int64_t widest, int64_t rows) {
   int64_t total = 0;
   for (int f = 0; f < 4; ++f)
     if (groups >> f & 1)
-      total += rounded(rows * rounded(widest, kSuper), kAlign) + 2 * rounded(rows * form_stride(widest, f) * 4, kAlign);
+      total += rounded(rows * rounded(widest, kSuper), kAlign) + rounded(rows * form_stride(widest, f) * 8, kAlign);
   return total;
 }
 
@@ -66,15 +63,14 @@ QuantForms quant_forms(uint32_t groups, int64_t widest, int64_t rows, void* memo
     if (!(groups >> f & 1)) continue;
     QuantRows& q = out.form[f];
     q.group = 16 << f;
+    q.rows = rows;
     q.ldq = rounded(widest, kSuper);
     q.stride = form_stride(widest, f);
     if (!at) continue;
     q.q = reinterpret_cast<int8_t*>(at);
     at += rounded(rows * q.ldq, kAlign);
-    q.scale = reinterpret_cast<float*>(at);
-    at += rounded(rows * q.stride * 4, kAlign);
-    q.moment = reinterpret_cast<float*>(at);
-    at += rounded(rows * q.stride * 4, kAlign);
+    q.scales = reinterpret_cast<float*>(at);
+    at += rounded(rows * q.stride * 8, kAlign);
   }
   return out;
 }
@@ -86,7 +82,10 @@ void quantize_forms(const QuantForms& forms, const flash_linear& w, const float*
     const uint32_t bit = group_bit(*p);
     if (!bit || done & bit) continue;
     done |= bit;
-    ops().quantize(x, ldx, p->k, forms.form[form_of(p->group)], begin, end);
+    int64_t inputs = padded_k(*p);  // super-blocks are multiplied to their end
+    for (const flash_linear* o = p->next; o; o = o->next)
+      if (group_bit(*o) == bit && padded_k(*o) > inputs) inputs = padded_k(*o);
+    ops().quantize(x, ldx, p->k, inputs / p->group, forms.form[form_of(p->group)], begin, end);
   }
 }
 
@@ -99,18 +98,8 @@ void linear_prepared(Pool* pool, const flash_linear& w, const QuantForms& forms,
     const int64_t grain = bytes < 32768 ? 32768 / bytes : 1;
     parallel_for(pool, panels(*p), grain, [&](int32_t thread, int64_t begin, int64_t end) {
       void* buffer = static_cast<char*>(buffers) + thread * buffer_bytes;
-      for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-        const int64_t count = rows - first < kRowsAtOnce ? rows - first : kRowsAtOnce;
-        if (p->kind) {
-          op.linear_float(*p, x + first * ldx, ldx, count, y + first * ldy, ldy, begin, end, buffer);
-          continue;
-        }
-        QuantRows q = forms.form[form_of(p->group)];
-        q.q += first * q.ldq;
-        q.scale += first * q.stride;
-        q.moment += first * q.stride;
-        op.linear_quant(*p, q, count, y + first * ldy, ldy, begin, end, buffer);
-      }
+      if (p->kind) op.linear_float(*p, x, ldx, rows, y, ldy, begin, end, buffer);
+      else op.linear_quant(*p, forms.form[form_of(p->group)], y, ldy, begin, end, buffer);
     });
   }
 }

@@ -3,23 +3,24 @@
 //
 //   y[o] += float(sum q_w[o] q_x) * (d[o] * scale_x)   then   y[o] += m[o] * moment_x     (m = -d zero, or -d z)
 //
-// A row's sums depend on nothing but the row: blocks of 1, 2, 4 or 8 rows do the same operations in the same order.
+// A row's sums depend on nothing but the row: tiles of 1, 2, 4, 8 or 12 rows do the same operations in the same order.
 // Few rows read the stream directly and unpack it in registers; many rows share a panel that is unpacked once into
 // bytes and floats that stay in the cache.
 #pragma once
 #include "linear_layout.h"
 #include "ops.h"
+#include "row_tiles.h"
 #include "simd.h"
 
 namespace flash {
 namespace FLASH_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kMostRows = 8;
+constexpr int kMostRows = 12, kFloatRows = 8;  // twelve sums and twelve results of 32 registers
 #elif defined(__AVX2__)
-constexpr int kMostRows = 2;
+constexpr int kMostRows = 2, kFloatRows = 2;
 #else
-constexpr int kMostRows = 1;
+constexpr int kMostRows = 1, kFloatRows = 1;
 #endif
 constexpr int kPrefetch = 1344;  // bytes ahead; measured best between 1 and 2 KB
 
@@ -57,13 +58,12 @@ FLASH_INLINE int32_t four(const int8_t* p) {
 
 // Steps STEP .. STEPS - 1 of a unit for ROWS rows. Packed codes, or bytes when the panel has been unpacked.
 template <int BITS, int STEPS, int ROWS, bool UNPACKED, int STEP = 0>
-FLASH_INLINE void unit_steps(Partial<BITS, STEPS>* sums, const uint8_t* codes, const uint8_t* high, const int8_t* const* x,
-                             int64_t at) {
+FLASH_INLINE void unit_steps(Partial<BITS, STEPS>* sums, const uint8_t* codes, const uint8_t* high, const int8_t* x) {
   if constexpr (STEP < STEPS) {
     const Bytes w = UNPACKED ? load_bytes(codes + 64 * STEP) : quad<BITS, STEP>(codes, high);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) sums[r].template dot<STEP>(w, four(x[r] + at + 4 * STEP));
-    unit_steps<BITS, STEPS, ROWS, UNPACKED, STEP + 1>(sums, codes, high, x, at);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) sums[r].template dot<STEP>(w, four(x + 4 * (STEP * ROWS + r)));
+    unit_steps<BITS, STEPS, ROWS, UNPACKED, STEP + 1>(sums, codes, high, x);
   }
 }
 
@@ -101,15 +101,13 @@ struct Walk {
   }
 };
 
+// scales: of the tile's rows, then their moments.
 template <int BITS, int STEPS, int ROWS>
-FLASH_INLINE void add_group(F* y, const Partial<BITS, STEPS>* sums, const Scales& s, const QuantRows& x, int64_t row,
-                            int64_t group) {
-#pragma GCC unroll 8
+FLASH_INLINE void add_group(F* y, const Partial<BITS, STEPS>* sums, const Scales& s, const float* scales) {
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    const float* scale = x.scale + (row + r) * x.stride + group;
-    const float* moment = x.moment + (row + r) * x.stride + group;
-    y[r] = fma(to_float(sums[r].done()), s.d * set1(*scale), y[r]);
-    y[r] = fma(s.m, set1(*moment), y[r]);
+    y[r] = fma(to_float(sums[r].done()), s.d * set1(scales[r]), y[r]);
+    y[r] = fma(s.m, set1(scales[ROWS + r]), y[r]);
   }
 }
 
@@ -123,30 +121,28 @@ FLASH_INLINE void put(F y, const flash_linear& w, int64_t panel, float* out) {
   }
 }
 
-// ROWS rows times one panel, straight from the stream.
-template <int BITS, int STEPS, int ROWS>
-inline void stream_rows(const flash_linear& w, const QuantRows& x, int64_t row, float* y, int64_t ldy, int64_t panel) {
+// One tile of rows times one panel, straight from the stream. UNITS: of a group, 0 when it is not known.
+template <int BITS, int STEPS, int UNITS, int ROWS>
+inline void stream_tile(const flash_linear& w, const QuantRows& x, int64_t row, float* y, int64_t ldy, int64_t panel) {
+  constexpr int kBytes = STEPS * (BITS == 8 ? 64 : 32);
   Walk walk{static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)};
-  const int64_t groups = padded_k(w) / w.group, units = w.group / (4 * STEPS);
+  const int64_t groups = padded_k(w) / w.group, units = UNITS ? UNITS : w.group / (4 * STEPS);
   const int64_t nibbles = BITS == 8 ? 0 : w.group * 8;
   const int64_t codes = code_bytes(w);
-  const int8_t* rows[ROWS];
+  const int8_t* q = x.q + row * x.ldq;
+  const float* scales = x.scales + row * 2 * x.stride;
   F sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    rows[r] = x.q + (row + r) * x.ldq;
-    sum[r] = zero();
-  }
-  int64_t at = 0;
-  for (int64_t g = 0; g < groups; ++g) {
+  for (int r = 0; r < ROWS; ++r) sum[r] = zero();
+  for (int64_t g = 0; g < groups; ++g, scales += 2 * ROWS) {
     const Scales s = walk.head(w);
     Partial<BITS, STEPS> sums[ROWS];
-    for (int64_t u = 0; u < units; ++u, at += 4 * STEPS) {
-      const uint8_t* here = walk.at + u * STEPS * (BITS == 8 ? 64 : 32);
-      for (int ahead = 0; ahead < STEPS * (BITS == 8 ? 64 : 32); ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
-      unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), rows, at);
+    for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS) {
+      const uint8_t* here = walk.at + u * kBytes;
+      for (int ahead = 0; ahead < kBytes; ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
+      unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), q);
     }
     walk.at += codes;
-    add_group<BITS, STEPS, ROWS>(sum, sums, s, x, row, g);
+    add_group<BITS, STEPS, ROWS>(sum, sums, s, scales);
   }
   for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
 }
@@ -176,108 +172,120 @@ inline void unpack_panel(const flash_linear& w, int64_t panel, float* scales, ui
   }
 }
 
-template <int BITS, int STEPS, int ROWS>
-inline void unpacked_rows(const flash_linear& w, const float* scales, const uint8_t* bytes, const QuantRows& x,
+template <int BITS, int STEPS, int UNITS, int ROWS>
+inline void unpacked_tile(const flash_linear& w, const float* panel_scales, const uint8_t* bytes, const QuantRows& x,
                           int64_t row, float* y, int64_t ldy, int64_t panel) {
-  const int64_t groups = padded_k(w) / w.group, units = w.group / (4 * STEPS);
-  const int8_t* rows[ROWS];
+  const int64_t groups = padded_k(w) / w.group, units = UNITS ? UNITS : w.group / (4 * STEPS);
+  const int8_t* q = x.q + row * x.ldq;
+  const float* scales = x.scales + row * 2 * x.stride;
   F sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    rows[r] = x.q + (row + r) * x.ldq;
-    sum[r] = zero();
-  }
-  int64_t at = 0;
-  for (int64_t g = 0; g < groups; ++g, scales += 2 * kPanel) {
+  for (int r = 0; r < ROWS; ++r) sum[r] = zero();
+  for (int64_t g = 0; g < groups; ++g, panel_scales += 2 * kPanel, scales += 2 * ROWS) {
     Partial<BITS, STEPS> sums[ROWS];
-    for (int64_t u = 0; u < units; ++u, at += 4 * STEPS, bytes += 64 * STEPS)
-      unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, rows, at);
-    add_group<BITS, STEPS, ROWS>(sum, sums, {load(scales), load(scales + kPanel)}, x, row, g);
+    for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS, bytes += 64 * STEPS)
+      unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, q);
+    add_group<BITS, STEPS, ROWS>(sum, sums, {load(panel_scales), load(panel_scales + kPanel)}, scales);
   }
   for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
 }
 
-// All rows, in blocks of 8, 4, 2 and 1 as far as there are registers; each block by f<ROWS>(row).
+// f<width>() for a width that a tile can have.
 template <int ROWS, class Do>
-FLASH_INLINE int64_t in_blocks(int64_t row, int64_t rows, Do& f) {
-  if constexpr (ROWS <= kMostRows) {
-    while (rows - row >= ROWS) {
-      f.template operator()<ROWS>(row);
-      row += ROWS;
-    }
-  }
-  if constexpr (ROWS > 1) return in_blocks<ROWS / 2>(row, rows, f);
-  return row;
+FLASH_INLINE void with_width(int64_t width, Do f) {
+  if (width == ROWS) f.template operator()<ROWS>();
+  else if constexpr (ROWS > 8) with_width<8>(width, f);
+  else if constexpr (ROWS > 1) with_width<ROWS / 2>(width, f);
 }
 
-template <int BITS, int STEPS>
+template <int BITS, int STEPS, int UNITS>
 struct Streamed {
   const flash_linear& w;
   const QuantRows& x;
+  int64_t row;
   float* y;
   int64_t ldy, panel;
-  template <int ROWS> FLASH_INLINE void operator()(int64_t row) { stream_rows<BITS, STEPS, ROWS>(w, x, row, y, ldy, panel); }
+  template <int ROWS> FLASH_INLINE void operator()() { stream_tile<BITS, STEPS, UNITS, ROWS>(w, x, row, y, ldy, panel); }
 };
 
-template <int BITS, int STEPS>
+template <int BITS, int STEPS, int UNITS>
 struct Unpacked {
   const flash_linear& w;
   const QuantRows& x;
+  int64_t row;
   float* y;
   int64_t ldy, panel;
   const float* scales;
   const uint8_t* bytes;
-  template <int ROWS> FLASH_INLINE void operator()(int64_t row) {
-    unpacked_rows<BITS, STEPS, ROWS>(w, scales, bytes, x, row, y, ldy, panel);
+  template <int ROWS> FLASH_INLINE void operator()() {
+    unpacked_tile<BITS, STEPS, UNITS, ROWS>(w, scales, bytes, x, row, y, ldy, panel);
   }
 };
 
-template <int BITS, int STEPS>
-inline void quant_panels(const flash_linear& w, const QuantRows& x, int64_t rows, float* y, int64_t ldy, int64_t begin,
-                         int64_t end, void* buffer) {
+// Rows whose activations stay in the second-level cache while the panels go by.
+constexpr int64_t kRowsAtOnce = 20 * kMostRows;
+
+template <int BITS, int STEPS, int UNITS>
+inline void quant_panels(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
+                         void* buffer) {
   float* scales = static_cast<float*>(buffer);
   uint8_t* bytes = static_cast<uint8_t*>(buffer) + padded_k(w) / w.group * 2 * kPanel * 4;
-  for (int64_t panel = begin; panel < end; ++panel) {
-    if (rows <= kMostRows) {
-      Streamed<BITS, STEPS> f{w, x, y, ldy, panel};
-      in_blocks<8>(0, rows, f);
-    } else {
-      unpack_panel<BITS, STEPS>(w, panel, scales, bytes);
-      Unpacked<BITS, STEPS> f{w, x, y, ldy, panel, scales, bytes};
-      in_blocks<8>(0, rows, f);
+  // One or two tiles unpack the stream in registers; more share a panel that is unpacked once.
+  const RowTile head = tile_of<kMostRows>(0, x.rows);
+  const bool few = head.width == x.rows || tile_of<kMostRows>(head.width, x.rows).width == x.rows - head.width;
+  for (int64_t top = 0; top < x.rows;) {
+    int64_t bottom = top;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      if (!few) unpack_panel<BITS, STEPS>(w, panel, scales, bytes);
+      bottom = top;
+      while (bottom < x.rows && bottom - top < kRowsAtOnce) {
+        const RowTile tile = tile_of<kMostRows>(bottom, x.rows);
+        if (few) with_width<kMostRows>(tile.width, Streamed<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel});
+        else with_width<kMostRows>(tile.width, Unpacked<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel, scales, bytes});
+        bottom += tile.width;
+      }
     }
+    top = bottom;
   }
 }
 
-inline void linear_quant(const flash_linear& w, const QuantRows& x, int64_t rows, float* y, int64_t ldy, int64_t begin,
-                         int64_t end, void* buffer) {
-  if (w.group == 16) {  // units of 16 inputs
-    if (w.bits == 4) quant_panels<4, 4>(w, x, rows, y, ldy, begin, end, buffer);
-    else if (w.bits == 6) quant_panels<6, 4>(w, x, rows, y, ldy, begin, end, buffer);
-    else if (w.bits == 8) quant_panels<8, 4>(w, x, rows, y, ldy, begin, end, buffer);
+template <int BITS>
+inline void quant_bits(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
+                       void* buffer) {
+  if (w.group == 16) {
+    if constexpr (BITS != 5) quant_panels<BITS, 4, 1>(w, x, y, ldy, begin, end, buffer);
+  } else if (w.group == 32) {
+    quant_panels<BITS, 8, 1>(w, x, y, ldy, begin, end, buffer);
   } else {
-    if (w.bits == 4) quant_panels<4, 8>(w, x, rows, y, ldy, begin, end, buffer);
-    else if (w.bits == 5) quant_panels<5, 8>(w, x, rows, y, ldy, begin, end, buffer);
-    else if (w.bits == 6) quant_panels<6, 8>(w, x, rows, y, ldy, begin, end, buffer);
-    else if (w.bits == 8) quant_panels<8, 8>(w, x, rows, y, ldy, begin, end, buffer);
+    quant_panels<BITS, 8, 0>(w, x, y, ldy, begin, end, buffer);
   }
+}
+
+inline void linear_quant(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
+                         void* buffer) {
+  if (w.bits == 4) quant_bits<4>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 5) quant_bits<5>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 6) quant_bits<6>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 8) quant_bits<8>(w, x, y, ldy, begin, end, buffer);
 }
 
 // --------------------------------------------------------------------------------------------------- activations
 
-inline void quantize(const float* x, int64_t ldx, int64_t k, const QuantRows& out, int64_t begin, int64_t end) {
-  const int64_t groups = (k + out.group - 1) / out.group;
+inline void quantize(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
+                     int64_t end) {
+  const int parts = out.group / 16;
   for (int64_t row = begin; row < end; ++row) {
     const float* from = x + row * ldx;
-    int8_t* to = out.q + row * out.ldq;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t first = g * out.group;
+    const RowTile tile = tile_of<kMostRows>(row, out.rows);
+    int8_t* to = out.q + tile.first * out.ldq + 4 * (row - tile.first);
+    float* scales = out.scales + tile.first * 2 * out.stride + (row - tile.first);
+    for (int64_t g = 0; g < groups; ++g, scales += 2 * tile.width) {
       F v[8], most = zero(), odd = zero();
-      const int parts = out.group / 16;
       for (int p = 0; p < parts; ++p) {
-        const int64_t left = k - first - 16 * p;
-        v[p] = left >= 16 ? load(from + first + 16 * p) : left > 0 ? load(from + first + 16 * p, static_cast<int>(left)) : zero();
+        const int64_t left = k - g * out.group - 16 * p;
+        v[p] = left >= 16 ? load(from) : left > 0 ? load(from, static_cast<int>(left)) : zero();
         most = max(most, abs(v[p]));
         odd = fma(v[p], zero(), odd);  // NaN when a value is not finite, which a maximum would hide
+        from += 16;
       }
       const float amax = top(most), bad = sum(odd);
       const float scale = amax / 127.0f + bad, inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
@@ -285,16 +293,12 @@ inline void quantize(const float* x, int64_t ldx, int64_t k, const QuantRows& ou
       for (int p = 0; p < parts; ++p) {
         const F q = round(v[p] * set1(inverse));
         total = total + q;
-        store_i8(to + first + 16 * p, q);
+        int8_t bytes[16];
+        store_i8(bytes, q);
+        for (int i = 0; i < 16; i += 4, to += 4 * tile.width) std::memcpy(to, bytes + i, 4);
       }
-      out.scale[row * out.stride + g] = scale;
-      out.moment[row * out.stride + g] = scale * sum(total);
-    }
-    // Super-blocks: groups past k hold nothing, but are multiplied.
-    for (int64_t g = groups; g < out.stride && (g * out.group) % kSuper; ++g) {
-      std::memset(to + g * out.group, 0, static_cast<size_t>(out.group));
-      out.scale[row * out.stride + g] = 0.0f;
-      out.moment[row * out.stride + g] = 0.0f;
+      scales[0] = scale;
+      scales[tile.width] = scale * sum(total);
     }
   }
 }
@@ -306,6 +310,14 @@ FLASH_INLINE F weights(const void* p, int64_t i) {
   if constexpr (KIND == 1) return load(static_cast<const float*>(p) + i);
   else if constexpr (KIND == 2) return load_f16(static_cast<const uint16_t*>(p) + i);
   else return load_bf16(static_cast<const uint16_t*>(p) + i);
+}
+
+// All rows in blocks of ROWS, half of it, … 1; each block by f<block>(row).
+template <int ROWS, class Do>
+FLASH_INLINE int64_t in_blocks(int64_t row, int64_t rows, Do& f) {
+  for (; rows - row >= ROWS; row += ROWS) f.template operator()<ROWS>(row);
+  if constexpr (ROWS > 1) return in_blocks<ROWS / 2>(row, rows, f);
+  return row;
 }
 
 template <int KIND>
@@ -333,13 +345,13 @@ inline void linear_float(const flash_linear& w, const float* x, int64_t ldx, int
   for (int64_t panel = begin; panel < end; ++panel) {
     if (w.kind == 1) {
       FloatRows<1> f{w, x, ldx, y, ldy, panel};
-      in_blocks<8>(0, rows, f);
+      in_blocks<kFloatRows>(0, rows, f);
     } else if (w.kind == 2) {
       FloatRows<2> f{w, x, ldx, y, ldy, panel};
-      in_blocks<8>(0, rows, f);
+      in_blocks<kFloatRows>(0, rows, f);
     } else {
       FloatRows<3> f{w, x, ldx, y, ldy, panel};
-      in_blocks<8>(0, rows, f);
+      in_blocks<kFloatRows>(0, rows, f);
     }
   }
 }

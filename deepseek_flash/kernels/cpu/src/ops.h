@@ -7,16 +7,17 @@
 
 namespace flash {
 
-// Activations of some rows as int8 with a scale for every group, for GroupQuant products.
-//   q       int8 [rows, ldq]; zero from k to the end of its group
-//   scale   fp32 [rows, stride], largest magnitude / 127 (NaN when a value is not finite)
-//   moment  fp32 [rows, stride], scale times the sum of q
+// Activations of some rows as int8 with a scale for every group, for GroupQuant products. Rows are cut into tiles (first
+// row, width; see row_tiles.h), the rows of a tile lie side by side, so that a product walks a tile with one pointer:
+//   q        tile at first * ldq bytes:   [quad of inputs][row of the tile][4] int8; zero from k to the end of its group
+//   scales   tile at first * 2 stride:    [group][ scale of every row, moment of every row ] fp32
+// scale is the group's largest magnitude / 127 (NaN when a value is not finite), moment is scale times the sum of q.
 struct QuantRows {
   int8_t* q;
-  float* scale;
-  float* moment;
-  int64_t ldq;     // bytes from row to row
-  int64_t stride;  // floats from row to row of scale and moment
+  float* scales;
+  int64_t rows;    // of the whole step: tiles depend on it
+  int64_t ldq;     // bytes a row
+  int64_t stride;  // groups a row
   int32_t group;
 };
 
@@ -26,10 +27,12 @@ struct Ops {
   const char* name;
 
   // linear.cpp
-  void (*quantize)(const float* x, int64_t ldx, int64_t k, const QuantRows& out, int64_t begin, int64_t end);
+  // `groups`: to be written, zeros past k
+  void (*quantize)(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
+                   int64_t end);
   // Panels of 16 outputs, all rows; y [rows, n], bias added. buffer: linear_buffer(w) bytes of this thread.
-  void (*linear_quant)(const flash_linear& w, const QuantRows& x, int64_t rows, float* y, int64_t ldy, int64_t begin,
-                       int64_t end, void* buffer);
+  void (*linear_quant)(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
+                       void* buffer);
   void (*linear_float)(const flash_linear& w, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,
                        int64_t begin, int64_t end, void* buffer);
   void (*linear_rows)(const flash_linear& w, const int64_t* ids, int64_t begin, int64_t end, float* out);
