@@ -24,6 +24,7 @@ from deepseek_flash.errors import InternalError
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 ALIGN = 64
 """Every field of a block starts at a multiple of this many bytes."""
+Order = Literal["rows", "heads", "turned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ class Field:
     layer: int
     shape: tuple[int, ...]
     dtype: str
+    order: Order = "rows"
+    """How the rows of a block lie: one after the other; for ``shape`` (heads, dim), all rows of a head together; or
+    [heads, dim, rows], so that one value of consecutive rows lies side by side."""
 
     @property
     def row_bytes(self) -> int:
@@ -56,7 +60,7 @@ class Group:
         return 1 if self.kind == "state" else block_size // self.ratio
 
     def field_offsets(self, block_size: int) -> tuple[int, ...]:
-        """Byte offset of each field inside a block; a field's rows are contiguous."""
+        """Byte offset of each field inside a block."""
         offsets, at = [], 0
         for f in self.fields:
             offsets.append(at)

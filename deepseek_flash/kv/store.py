@@ -11,7 +11,7 @@ import torch
 from deepseek_flash.errors import InternalError, MemoryBudgetError
 from deepseek_flash.kernels.plan import Cache, QuantCache
 from deepseek_flash.kv.blocks import BlockCopy
-from deepseek_flash.kv.spec import CacheSpec
+from deepseek_flash.kv.spec import CacheSpec, Field
 
 
 class KVStore:
@@ -46,7 +46,7 @@ class KVStore:
         self._views = self._typed_views()
 
     def view(self, group: int, layer: int, field: str) -> torch.Tensor:
-        """One field of one layer: [blocks, rows_per_block, *row shape], rows contiguous, blocks strided."""
+        """One field of one layer: [blocks, rows_per_block, *row shape], strides as the field's order says."""
         return self._views[group, layer, field]
 
     def cache(self, group: int, layer: int, field: str) -> Cache:
@@ -90,5 +90,15 @@ class KVStore:
                 if (i, f.layer, f.name) in views:
                     raise InternalError(f"cache group {g.name!r} has field {f.name!r} of layer {f.layer} twice")
                 span = self.pools[i][:, offset : offset + f.row_bytes * rows]
-                views[i, f.layer, f.name] = span.view(getattr(torch, f.dtype)).view(blocks, rows, *f.shape)
+                views[i, f.layer, f.name] = _in_order(f, span.view(getattr(torch, f.dtype)), rows)
         return views
+
+
+def _in_order(field: Field, span: torch.Tensor, rows: int) -> torch.Tensor:
+    """``span [blocks, rows * items]`` seen as [blocks, rows, *row shape]."""
+    if field.order == "rows":
+        return span.view(len(span), rows, *field.shape)
+    heads, dim = field.shape
+    if field.order == "heads":
+        return span.view(len(span), heads, rows, dim).transpose(1, 2)
+    return span.view(len(span), heads, dim, rows).permute(0, 3, 1, 2)

@@ -77,8 +77,9 @@ class ModelInfo(ABC):
     """Most tokens of a sequence."""
 
     @abstractmethod
-    def cache_spec(self, block_size: int, dtype: str = "float32") -> CacheSpec:
-        """What a sequence caches."""
+    def cache_spec(self, block_size: int, dtype: str = "float32", *, turned: bool = False) -> CacheSpec:
+        """What a sequence caches. ``turned``: keys in the order that the native kernels read fastest, where the block
+        size allows it."""
 
     @abstractmethod
     def build(self, kernels: Kernels) -> Model:

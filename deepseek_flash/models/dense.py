@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepseek_flash.kernels.ops.cache import TURNED_SLOTS
 from deepseek_flash.kernels.ops.stack import LayerCache, LayerWeights, StackWeights
 from deepseek_flash.kernels.registry import Kernels
-from deepseek_flash.kv.spec import CacheSpec, Field, Group
+from deepseek_flash.kv.spec import CacheSpec, Field, Group, Order
 from deepseek_flash.kv.store import KVStore
 from deepseek_flash.layers.attention import Attention, AttentionStep
 from deepseek_flash.layers.batch import ForwardBatch
@@ -50,16 +51,19 @@ class DenseInfo(ModelInfo):
     mlp_bias: bool
     qk_norm: bool
 
-    def cache_spec(self, block_size: int, dtype: str = "float32") -> CacheSpec:
-        fields = [f for i in range(self.num_layers) for name in ("k", "v") for f in self._fields(name, i, dtype)]
+    def cache_spec(self, block_size: int, dtype: str = "float32", *, turned: bool = False) -> CacheSpec:
+        orders: tuple[tuple[str, Order], ...] = (("k", "rows"), ("v", "rows"))
+        if turned and block_size % TURNED_SLOTS == 0:
+            orders = (("k", "turned"), ("v", "heads"))
+        fields = [f for i in range(self.num_layers) for name, order in orders for f in self._fields(name, order, i, dtype)]
         return CacheSpec(block_size, (Group("kv", "rows", tuple(fields)),))
 
-    def _fields(self, name: str, layer: int, dtype: str) -> list[Field]:
-        values = Field(name, layer, (self.kv_heads, self.head_dim), dtype)
+    def _fields(self, name: str, order: Order, layer: int, dtype: str) -> list[Field]:
+        values = Field(name, layer, (self.kv_heads, self.head_dim), dtype, order)
         if dtype != "int8":
             return [values]
         scales = (self.kv_heads, self.head_dim // scale_group(self.head_dim))
-        return [values, Field(f"{name}_scale", layer, scales, "float16")]
+        return [values, Field(f"{name}_scale", layer, scales, "float16", order)]
 
     def build(self, kernels: Kernels) -> DenseModel:
         return DenseModel(self, kernels)

@@ -90,7 +90,7 @@ class FlashRuntime:
         if self.config.quantize and not self.kernels.packs:
             raise _needs_native("quantize", self.config.quantize)
         self.cache_dtype = cache_dtype(self.config, source, self.kernels)
-        self.plan = plan_cache(self.config, self.info, self.cache_dtype, self._kv_blocks)
+        self.plan = plan_cache(self.config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks)
         self._memory.callback(trim_heap)
         self.model: Model = self.info.build(self.kernels)
         self._memory.callback(self.model.release)
@@ -227,7 +227,9 @@ def _needs_native(option: str, value: str) -> ConfigError:
     )
 
 
-def plan_cache(config: EngineConfig, info: ModelInfo, dtype: str, kv_blocks: int | None = None) -> CachePlan:
+def plan_cache(
+    config: EngineConfig, info: ModelInfo, dtype: str, turned: bool, kv_blocks: int | None = None
+) -> CachePlan:
     """Size the cache: what ``max_batch_size`` full sequences can use, but no more than one full sequence or a
     quarter of the free memory, whichever is larger. Raises MemoryBudgetError when even that is not there."""
     longest = config.max_model_len or info.max_position
@@ -238,7 +240,7 @@ def plan_cache(config: EngineConfig, info: ModelInfo, dtype: str, kv_blocks: int
             value=longest,
             allowed=f"2 to {info.max_position}",
         )
-    spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, dtype)
+    spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, dtype, turned=turned)
     free = host_memory().available
     share = int(free * CACHE_SHARE)
     if kv_blocks is None and config.max_model_len is None:

@@ -29,6 +29,11 @@ def load(path: Path, prefer: str = "auto", threads: int | None = None) -> tuple[
     return info, model
 
 
+def turned_by(model: Model) -> bool:
+    """Whether the engine would lay keys turned for this model's kernels."""
+    return bool(model._kernels.packs)
+
+
 def prompt(seed: int, length: int, vocab: int = 320) -> list[int]:
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -62,7 +67,7 @@ class Harness:
         prefix_caching: bool = True,
         dtype: str = "float32",
     ) -> None:
-        self.model, spec = model, info.cache_spec(block_size, dtype)
+        self.model, spec = model, info.cache_spec(block_size, dtype, turned=turned_by(model))
         self.store = KVStore(spec, (blocks,), "cpu")
         for pool in self.store.pools:  # whatever is not written must not matter
             pool.fill_(255)  # NaN in every float type

@@ -33,6 +33,12 @@ FlashLinear._fields_ = [
 ]
 
 
+class FlashStrides(ctypes.Structure):
+    """``flash_strides`` of flash.h."""
+
+    _fields_ = (("block", c_int64), ("slot", c_int64), ("head", c_int64), ("item", c_int64))
+
+
 class FlashCache(ctypes.Structure):
     """``flash_cache`` of flash.h."""
 
@@ -41,8 +47,10 @@ class FlashCache(ctypes.Structure):
         ("v", c_void_p),
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
-        ("block_stride", c_int64),
-        ("scale_stride", c_int64),
+        ("k_at", FlashStrides),
+        ("v_at", FlashStrides),
+        ("k_scale_at", FlashStrides),
+        ("v_scale_at", FlashStrides),
         ("dtype", c_int32),
         ("block_size", c_int32),
         ("kv_heads", c_int32),

@@ -275,19 +275,28 @@ def _cache(k: Cache, v: Cache) -> Any:
     if isinstance(k, QuantCache) and isinstance(v, QuantCache):
         out = _cache(k.values, v.values)
         out.k_scale, out.v_scale, out.kv_group = k.scales.data_ptr(), v.scales.data_ptr(), k.group
-        out.scale_stride = k.scales.stride(0) * k.scales.element_size()
+        out.k_scale_at, out.v_scale_at = _strides(k.scales), _strides(v.scales)
         return out
     if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
         raise InternalError("keys and values must be cached alike")
     return lib.FlashCache(
         k=k.data_ptr(),
         v=v.data_ptr(),
-        block_stride=k.stride(0) * k.element_size(),
+        k_at=_strides(k),
+        v_at=_strides(v),
         dtype=_CACHE_TYPES[k.dtype],
         block_size=k.shape[1],
         kv_heads=k.shape[2],
         dim=k.shape[3],
     )
+
+
+def _strides(rows: torch.Tensor) -> Any:
+    """``flash_strides`` of [blocks, block_size, kv heads, items]."""
+    block, slot, head, item = rows.stride()
+    if rows.shape[3] == 1 and slot != 1:  # of one item nobody asks where the next is
+        item = 1
+    return lib.FlashStrides(block, slot, head, item)
 
 
 def _step(plan: AttentionPlan, cos: torch.Tensor | None, sin: torch.Tensor | None) -> Any:

@@ -13,17 +13,17 @@ def flat_rows(cache: torch.Tensor, width: int) -> torch.Tensor | None:
     """``cache [blocks, block_size, ...]``, rows contiguous, as [n, width] over the same memory.
 
     The row of (block, row, part) has index ``block * stride(0) / width + row * row size / width + part``. None when
-    blocks do not start at a multiple of ``width`` elements from one another.
+    blocks do not start at a multiple of ``width`` elements from one another, or rows do not lie in one piece.
     """
     per_block = cache.stride(0)
-    if per_block % width or cache.stride(1) % width:
+    if per_block % width or cache.stride(1) % width or not cache[0, 0].is_contiguous():
         return None
     used = (cache.shape[0] - 1) * per_block + cache.shape[1] * cache.stride(1)
     return cache.as_strided((used // width, width), (width, 1))
 
 
 def cache_write(rows: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> None:
-    width = cache.stride(1)
+    width = cache[0, 0].numel()
     block_size, per_block = cache.shape[1], cache.stride(0)
     flat = flat_rows(cache, width)
     key = ("write", block_size, per_block, width)

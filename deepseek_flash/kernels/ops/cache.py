@@ -11,10 +11,14 @@ from deepseek_flash.kernels.ops.rope import rope, tables
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 
 
+TURNED_SLOTS = 16
+"""Keys may lie turned ([kv heads, D, block_size], seen as [blocks, block_size, kv heads, D]) in blocks of a multiple."""
+
+
 def cache_write(rows: torch.Tensor, cache: Cache, plan: AttentionPlan) -> None:
     """Put token t's ``rows [T, ...]`` at slot ``plan.slots[t]`` of ``cache [blocks, block_size, ...]``, in its type.
 
-    Rows of the cache are contiguous; blocks may lie further apart than their own size.
+    Blocks may lie further apart than their own size. The native kernels also take keys that lie turned.
     """
     if isinstance(cache, QuantCache):
         values, scales = quantize_heads(rows, cache.group)

@@ -26,7 +26,13 @@ bool sound(const flash_cache* c, const flash_step* s, int32_t heads) {
   if (!c || !s || c->kv_heads < 1 || c->dim < 1 || c->block_size < 1 || heads < 1 || heads % c->kv_heads) return false;
   if (c->dim > kMostDim || heads / c->kv_heads > kMostGroup) return false;
   if (c->dtype < 0 || c->dtype > FLASH_I8 || s->tokens < 0 || s->sequences < 0) return false;
-  if (c->dtype == FLASH_I8 && (c->kv_group < 1 || c->dim % c->kv_group)) return false;
+  const bool turned = c->k_at.item != 1;
+  if (turned && (c->k_at.slot != 1 || c->k_at.item != c->block_size || c->block_size % 16)) return false;
+  if (c->v_at.item != 1) return false;
+  if (c->dtype == FLASH_I8) {
+    if (c->kv_group < 1 || c->dim % c->kv_group || c->v_scale_at.item != 1) return false;
+    if (turned ? c->k_scale_at.slot != 1 || c->k_scale_at.item != c->block_size : c->k_scale_at.item != 1) return false;
+  }
   return !s->tokens || (s->cu_q && s->context);
 }
 
@@ -81,8 +87,8 @@ int64_t lay_out(const flash_cache& c, const flash_step& s, int32_t heads, int32_
   p.split = arena.take<int32_t>(splits);
   p.part_row = arena.take<int64_t>(s.sequences);
   p.part = arena.take<float>(parts * (padded + 2));
-  // keys and values of a tile, then queries, weights, results, maxima, sums and corrections of the rows
-  p.buffer_bytes = rounded((2 * padded * kTile + rows * (2 * padded + kTile + padded + 5) + 16) * 4, kAlign);
+  // keys and values of a tile, then queries, weights, results, sums, maxima and corrections of the rows
+  p.buffer_bytes = rounded((2 * padded * kTile + rows * (3 * padded + kTile + 32 + 4) + 16) * 4, kAlign);
   p.buffers = arena.take<char>(p.buffer_bytes * threads);
   if (out) *out = plan;
   return arena.used;

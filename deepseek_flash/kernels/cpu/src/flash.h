@@ -71,9 +71,16 @@ int32_t flash_argmax(void* pool, const float* logits, int64_t ld, int64_t rows, 
 
 // ---- the paged cache and attention: attention.cpp
 typedef struct {
-  void *k, *v;                // row (block b, slot s, head h) starts at k + b * block_stride + (s * kv_heads + h) * dim * item
-  void *k_scale, *v_scale;    // FLASH_I8: fp16, at b * scale_stride + ((s * kv_heads + h) * dim / kv_group) * 2; else NULL
-  int64_t block_stride, scale_stride;  // bytes from block to block
+  int64_t block, slot, head, item;  // elements from one to the next
+} flash_strides;
+
+// Value d of (block b, slot s, head h) is element b * block + s * slot + h * head + d * item. Values lie side by side
+// (item 1) in keys, values and scales, or keys (and their scales) are turned: slot 1, item block_size, which must be a
+// multiple of 16.
+typedef struct {
+  void *k, *v;
+  void *k_scale, *v_scale;    // FLASH_I8: fp16, one for kv_group values; else NULL
+  flash_strides k_at, v_at, k_scale_at, v_scale_at;
   int32_t dtype, block_size, kv_heads, dim;
   int32_t kv_group;           // FLASH_I8: values along the head dimension that share a scale, else 0
 } flash_cache;

@@ -56,8 +56,11 @@ FLASH_INLINE I izero() { return {_mm512_setzero_si512()}; }
 FLASH_INLINE I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 FLASH_INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 FLASH_INLINE F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
-FLASH_INLINE F pow2(F whole) {  // 2^whole for whole numbers from -126 to 127
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole.v), _mm512_set1_epi32(127)), 23))};
+FLASH_INLINE F pow2(F n) {  // 2^(n - kWhole), see exp
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(n.v), _mm512_set1_epi32(127)), 23))};
+}
+FLASH_INLINE F first_or(F a, int64_t n, F other) {  // the first n lanes of a, then those of other
+  return {_mm512_mask_mov_ps(other.v, n >= 16 ? 0xffff : n > 0 ? first(static_cast<int>(n)) : 0, a.v)};
 }
 FLASH_INLINE void halves(F a, __m256& lo, __m256& hi) {
   lo = _mm512_castps512_ps256(a.v);
@@ -125,10 +128,17 @@ FLASH_INLINE I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}
 FLASH_INLINE I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 FLASH_INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 FLASH_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-FLASH_INLINE __m256 pow2_half(__m256 w) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(w), _mm256_set1_epi32(127)), 23));
+FLASH_INLINE __m256 pow2_half(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(n), _mm256_set1_epi32(127)), 23));
 }
-FLASH_INLINE F pow2(F whole) { return {pow2_half(whole.a), pow2_half(whole.b)}; }
+FLASH_INLINE F pow2(F n) { return {pow2_half(n.a), pow2_half(n.b)}; }
+FLASH_INLINE F first_or(F x, int64_t n, F other) {
+  const __m256i count = _mm256_set1_epi32(static_cast<int>(n < 0 ? 0 : n > 16 ? 16 : n));
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256 a = _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lanes));
+  const __m256 b = _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, _mm256_add_epi32(lanes, _mm256_set1_epi32(8))));
+  return {_mm256_blendv_ps(other.a, x.a, a), _mm256_blendv_ps(other.b, x.b, b)};
+}
 FLASH_INLINE void halves(F x, __m256& lo, __m256& hi) { lo = x.a; hi = x.b; }
 
 #else
@@ -182,7 +192,8 @@ FLASH_INLINE I izero() { I r; FLASH_EACH r.v[i] = 0; return r; }
 FLASH_INLINE I iset1(int32_t x) { I r; FLASH_EACH r.v[i] = x; return r; }
 FLASH_INLINE I operator+(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] + b.v[i]; return r; }
 FLASH_INLINE F to_float(I a) { F r; FLASH_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
-FLASH_INLINE F pow2(F w) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32_t>(static_cast<int32_t>(w.v[i]) + 127) << 23); return r; }
+FLASH_INLINE F pow2(F n) { F r; FLASH_EACH r.v[i] = from_bits((to_bits(n.v[i]) + 127) << 23); return r; }
+FLASH_INLINE F first_or(F a, int64_t n, F other) { F r; FLASH_EACH r.v[i] = i < n ? a.v[i] : other.v[i]; return r; }
 #endif
 
 // -------------------------------------------------------------------------- bytes and dot products of four of them
@@ -319,11 +330,14 @@ FLASH_INLINE void store_bf16(uint16_t* p, F x) {
     p[i] = static_cast<uint16_t>(t[i] != t[i] ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }
 }
-// e^x for x <= 88; below -87 it stays at e^-87 (weights that small vanish in every sum). Error below 2 units in the
-// last place: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cody & Waite 1980 for the reduction).
-FLASH_INLINE F exp(F x) {
-  x = max(min(x, set1(88.0f)), set1(-87.0f));
-  F n = round(x * set1(1.44269504088896341f));
+// e^x for x <= 0; below -87 it stays at e^-87 (weights that small vanish in every sum), NaN stays NaN. Error below 2 units
+// in the last place: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cody & Waite 1980 for the reduction). Adding
+// kWhole rounds to a whole number and leaves it in the low bits.
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
+FLASH_INLINE F exp_down(F x) {
+  x = max(set1(-87.0f), x);
+  const F whole = fma(x, set1(1.44269504088896341f), set1(kWhole));
+  const F n = whole - set1(kWhole);
   F r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
   F p = set1(1.3981999507e-3f);
@@ -332,8 +346,10 @@ FLASH_INLINE F exp(F x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p * r, r, r) + set1(1.0f);
-  return p * pow2(n);
+  return p * pow2(whole);
 }
+// e^x up to x = 88, where it stays.
+FLASH_INLINE F exp(F x) { return exp_down(min(set1(88.0f), x)); }
 
 }  // namespace FLASH_ISA
 }  // namespace flash
