@@ -78,6 +78,18 @@ FLASH_INLINE void find(const AttentionJob& job, int64_t sequence, int64_t kv_hea
     }
     j += run;
   }
+  for (int64_t j = count; j < kTile; ++j) {  // may be looked at, not used
+    out.key[j] = out.key[0];
+    out.value[j] = out.value[0];
+  }
+}
+
+// The first tile of an item that takes one partition.
+inline bool find_first(const AttentionJob& job, const AttentionItem& item, Places& out) {
+  const int64_t first = item.partition * kPartition, left = job.plan.step->context[item.sequence] - first;
+  if (item.partition < 0 || left < 1) return false;
+  find(job, item.sequence, item.kv_head, first, left < kTile ? left : kTile, out);
+  return true;
 }
 
 template <int TYPE>
@@ -187,7 +199,9 @@ inline void read_tile(const AttentionJob& job, const Places& at, int64_t count, 
 
 // --------------------------------------------------------------------------------------------- the two products
 
-// Matrices by sixteen columns of a row: floats; the cache's turned keys; the cache's values.
+// Matrices by sixteen columns of a row: floats; the cache's turned keys; the cache's values. The latter two fetch the
+// same place of the tile that comes next: rows of the cache lie scattered, and few rows wait for memory more than they
+// compute.
 struct Floats {
   const float* p;
   int64_t ld;
@@ -195,15 +209,21 @@ struct Floats {
 };
 template <int TYPE>
 struct TurnedKeys {
-  const char* first[kTile / 16];
+  const char *first[kTile / 16], *next[kTile / 16];
   int64_t step;
-  FLASH_INLINE F at(int64_t i, int64_t column) const { return sixteen<TYPE>(first[column / 16] + i * step); }
+  FLASH_INLINE F at(int64_t i, int64_t column) const {
+    __builtin_prefetch(next[column / 16] + i * step);
+    return sixteen<TYPE>(first[column / 16] + i * step);
+  }
 };
 template <int TYPE>
 struct ValueRows {
   const char* base;
-  const int64_t* row;
-  FLASH_INLINE F at(int64_t i, int64_t column) const { return sixteen<TYPE>(base + row[i] + column * kSize<TYPE>); }
+  const int64_t *row, *next;
+  FLASH_INLINE F at(int64_t i, int64_t column) const {
+    __builtin_prefetch(base + next[i] + column * kSize<TYPE>);
+    return sixteen<TYPE>(base + row[i] + column * kSize<TYPE>);
+  }
 };
 
 // out[r][c] = (start[r] times out[r][c], or nothing) + Σ_i x[r][i] m[i][c] for ROWS rows and COLS registers of columns.
@@ -296,22 +316,24 @@ inline void soften(const Buffers& b, int64_t tile, int64_t rows, const int64_t* 
 }
 
 template <int TYPE>
-inline void direct_tile(const AttentionJob& job, const Places& at, int64_t tile, int64_t count, int64_t rows,
-                        const int64_t* limit, const Buffers& b) {
+inline void direct_tile(const AttentionJob& job, const Places& at, const Places& next, int64_t tile, int64_t count,
+                        int64_t rows, const int64_t* limit, const Buffers& b) {
   const flash_cache& c = job.cache;
   const int64_t dim = c.dim;
   TurnedKeys<TYPE> keys;
-  for (int64_t j = 0; j < kTile; j += 16)  // sixteens that there are not are computed from others, and masked
-    keys.first[j / 16] = static_cast<const char*>(c.k) + at.key[j < count ? j : 0];
+  for (int64_t j = 0; j < kTile; j += 16) {  // sixteens that there are not are computed from others, and masked
+    keys.first[j / 16] = static_cast<const char*>(c.k) + at.key[j];
+    keys.next[j / 16] = static_cast<const char*>(c.k) + next.key[j];
+  }
   keys.step = c.k_at.item * kSize<TYPE>;
   products(b.q, dim, keys, dim, nullptr, b.weights, kTile, kTile, rows);
   soften(b, tile, rows, limit);
-  products(b.weights, kTile, ValueRows<TYPE>{static_cast<const char*>(c.v), at.value}, count, b.fix, b.y, dim, dim, rows);
+  products(b.weights, kTile, ValueRows<TYPE>{static_cast<const char*>(c.v), at.value, next.value}, count, b.fix, b.y, dim, dim, rows);
 }
 
-// Keys first .. last of one partition into the partition's results of `rows` rows.
+// Keys first .. last of one partition into the partition's results of `rows` rows. then: the item that follows, if any.
 inline void do_tiles(const AttentionJob& job, int64_t sequence, int64_t kv_head, int64_t first, int64_t last, int64_t rows,
-                     const int64_t* limit, const Buffers& b) {
+                     const int64_t* limit, const Buffers& b, const AttentionItem* then) {
   const flash_cache& c = job.cache;
   const int64_t dim = job.plan.padded_dim;
   for (int64_t r = 0; r < rows; ++r) {
@@ -320,16 +342,19 @@ inline void do_tiles(const AttentionJob& job, int64_t sequence, int64_t kv_head,
     for (int64_t i = 0; i < dim; i += 16) store(b.y + r * dim + i, zero());
   }
   const bool direct = rows <= kDirect && turned(c) && even(c);
-  Places at;
-  for (int64_t tile = first; tile < last; tile += kTile) {
-    const int64_t count = last - tile < kTile ? last - tile : kTile;
-    find(job, sequence, kv_head, tile, count, at);
+  Places places[2];
+  if (first < last) find(job, sequence, kv_head, first, last - first < kTile ? last - first : kTile, places[0]);
+  for (int64_t tile = first, turn = 0; tile < last; tile += kTile, turn = 1 - turn) {
+    const int64_t count = last - tile < kTile ? last - tile : kTile, left = last - tile - kTile;
+    const Places &at = places[turn], *next = &places[1 - turn];
+    if (left > 0) find(job, sequence, kv_head, tile + kTile, left < kTile ? left : kTile, places[1 - turn]);
+    else if (!direct || !then || !find_first(job, *then, places[1 - turn])) next = &at;
     if (direct && c.dtype == FLASH_F16) {
-      direct_tile<FLASH_F16>(job, at, tile, count, rows, limit, b);
+      direct_tile<FLASH_F16>(job, at, *next, tile, count, rows, limit, b);
     } else if (direct && c.dtype == FLASH_BF16) {
-      direct_tile<FLASH_BF16>(job, at, tile, count, rows, limit, b);
+      direct_tile<FLASH_BF16>(job, at, *next, tile, count, rows, limit, b);
     } else if (direct && c.dtype == FLASH_F32) {
-      direct_tile<FLASH_F32>(job, at, tile, count, rows, limit, b);
+      direct_tile<FLASH_F32>(job, at, *next, tile, count, rows, limit, b);
     } else {
       read_tile(job, at, count, b);
       products(b.q, dim, Floats{b.keys, kTile}, c.dim, nullptr, b.weights, kTile, (count + 15) / 16 * 16, rows);
@@ -391,7 +416,7 @@ inline void sweep(const AttentionJob& job, const AttentionItem& item, const Buff
   const int64_t last = limit[rows - 1];
   for (int64_t first = 0; first < last; first += kPartition) {
     const int64_t until = first + kPartition < last ? first + kPartition : last;
-    do_tiles(job, item.sequence, item.kv_head, first, until, rows, limit, b);
+    do_tiles(job, item.sequence, item.kv_head, first, until, rows, limit, b, nullptr);
     for (int64_t r = 0; r < rows; ++r)
       if (limit[r] > first) merge(b.y + r * dim, b.part_most[r], sum(load(b.sums + 16 * r)), dim, b.rows + r * dim, b.most + r, b.total + r);
   }
@@ -407,7 +432,8 @@ FLASH_INLINE float* part_of(const AttentionPlan& p, int64_t sequence, int64_t to
   return p.part + (p.part_row[sequence] + (token * p.heads + head) * count + partition) * (p.padded_dim + 2);
 }
 
-inline void split(const AttentionJob& job, const AttentionItem& item, const Buffers& b, int64_t* limit) {
+inline void split(const AttentionJob& job, const AttentionItem& item, const AttentionItem* then, const Buffers& b,
+                  int64_t* limit) {
   const AttentionPlan& p = job.plan;
   const flash_step& s = *p.step;
   const int64_t dim = p.padded_dim, first = item.partition * kPartition;
@@ -421,7 +447,7 @@ inline void split(const AttentionJob& job, const AttentionItem& item, const Buff
     if (s.context[sequence] > last) last = s.context[sequence];
   }
   const int64_t until = first + kPartition < last ? first + kPartition : last;
-  do_tiles(job, item.sequence, item.kv_head, first, until, rows, limit, b);
+  do_tiles(job, item.sequence, item.kv_head, first, until, rows, limit, b, then);
   int64_t r = 0;
   for (int64_t m = 0; m < item.count; ++m) {
     const int64_t sequence = p.member[item.first + m], tokens = s.cu_q[sequence + 1] - s.cu_q[sequence];
@@ -441,7 +467,7 @@ inline void attend(const AttentionJob& job, void* buffer, int64_t begin, int64_t
   for (int64_t i = begin; i < end; ++i) {
     const AttentionItem& item = job.plan.item[i];
     if (item.partition < 0) sweep(job, item, b, limit);
-    else split(job, item, b, limit);
+    else split(job, item, i + 1 < end ? &item + 1 : nullptr, b, limit);
   }
 }
 
