@@ -302,7 +302,7 @@ inline void soften(const Buffers& b, int64_t tile, int64_t rows, const int64_t* 
     const float before = b.part_most[r];
     const float here = top(max(max(s[0], s[1]), max(s[2], s[3])));
     const float most = here > before ? here : before;
-    for (int c = 0; c < 4; ++c) s[c] = exp_down(s[c] - set1(most));
+    for (int c = 0; c < 4; ++c) s[c] = exp(s[c] - set1(most));
     if (seen < kTile)
       for (int c = 0; c < 4; ++c) s[c] = first_or(s[c], seen - 16 * c, zero());
     for (int c = 0; c < 4; ++c) store(w + 16 * c, s[c]);
@@ -310,7 +310,7 @@ inline void soften(const Buffers& b, int64_t tile, int64_t rows, const int64_t* 
     b.part_most[r] = most;
     store(b.fresh + 16 * r, (s[0] + s[1]) + (s[2] + s[3]));
   }
-  for (int64_t r = 0; r < rows; r += 16) store(b.fix + r, exp_down(load(b.fix + r)));
+  for (int64_t r = 0; r < rows; r += 16) store(b.fix + r, exp(load(b.fix + r)));
   for (int64_t r = 0; r < rows; ++r)
     store(b.sums + 16 * r, fma(load(b.sums + 16 * r), set1(b.fix[r]), load(b.fresh + 16 * r)));
 }
@@ -368,8 +368,8 @@ inline void do_tiles(const AttentionJob& job, int64_t sequence, int64_t kv_head,
 FLASH_INLINE void merge(const float* part, float part_most, float part_total, int64_t dim, float* y, float* most, float* total) {
   const float both = part_most > *most ? part_most : *most;
   float a[16], b[16];
-  store(a, exp_down(set1(*most - both)));
-  store(b, exp_down(set1(part_most - both)));
+  store(a, exp(set1(*most - both)));
+  store(b, exp(set1(part_most - both)));
   const F old = set1(a[0]), fresh = set1(b[0]);
   for (int64_t i = 0; i < dim; i += 16) store(y + i, fma(load(part + i), fresh, load(y + i) * old));
   *total = __builtin_fmaf(part_total, b[0], *total * a[0]);

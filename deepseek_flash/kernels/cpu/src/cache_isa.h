@@ -102,8 +102,14 @@ inline void write_row(const float* x, void* p, uint16_t* scales, int32_t dtype, 
 // y = x cos + swapped halves of x sin on the first `rot` values, the rest as it is.
 FLASH_INLINE void rotate(const float* x, const float* cos, const float* sin, int64_t rot, int64_t dim, float* y) {
   const int64_t half = rot / 2;
-  for (int64_t i = 0; i < half; i += 16) {
-    const int n = static_cast<int>(half - i < 16 ? half - i : 16);
+  int64_t whole = 0;
+  for (; whole + 16 <= half; whole += 16) {
+    const F a = load(x + whole), b = load(x + half + whole);
+    store(y + whole, fma(b, load(sin + whole), a * load(cos + whole)));
+    store(y + half + whole, fma(a, load(sin + half + whole), b * load(cos + half + whole)));
+  }
+  for (int64_t i = whole; i < half; i += 16) {
+    const int n = static_cast<int>(half - i);
     const F a = load(x + i, n), b = load(x + half + i, n);
     store(y + i, fma(b, load(sin + i, n), a * load(cos + i, n)), n);
     store(y + half + i, fma(a, load(sin + half + i, n), b * load(cos + half + i, n)), n);

@@ -22,6 +22,7 @@ constexpr int kMostRows = 2, kFloatRows = 2;
 #else
 constexpr int kMostRows = 1, kFloatRows = 1;
 #endif
+constexpr float kLeastMagnitude = 1e-36f;
 constexpr int kPrefetch = 1344;  // bytes ahead; measured best between 1 and 2 KB
 
 // Quad STEP of a unit whose packed codes start at `codes`; `high` is where the group's upper bits for it start.
@@ -62,7 +63,7 @@ FLASH_INLINE void unit_steps(Partial<BITS, STEPS>* sums, const uint8_t* codes, c
   if constexpr (STEP < STEPS) {
     const Bytes w = UNPACKED ? load_bytes(codes + 64 * STEP) : quad<BITS, STEP>(codes, high);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) sums[r].template dot<STEP>(w, four(x + 4 * (STEP * ROWS + r)));
+    for (int r = 0; r < ROWS; ++r) sums[r].template dot<STEP>(w, four(x + 4 * (r * STEPS + STEP)));
     unit_steps<BITS, STEPS, ROWS, UNPACKED, STEP + 1>(sums, codes, high, x);
   }
 }
@@ -172,15 +173,19 @@ inline void unpack_panel(const flash_linear& w, int64_t panel, float* scales, ui
   }
 }
 
+// ahead: where the next panel's stream starts, to be fetched meanwhile, or null.
 template <int BITS, int STEPS, int UNITS, int ROWS>
 inline void unpacked_tile(const flash_linear& w, const float* panel_scales, const uint8_t* bytes, const QuantRows& x,
-                          int64_t row, float* y, int64_t ldy, int64_t panel) {
+                          int64_t row, float* y, int64_t ldy, int64_t panel, const uint8_t* ahead) {
+  const int64_t record = head_bytes(w) + code_bytes(w);
   const int64_t groups = padded_k(w) / w.group, units = UNITS ? UNITS : w.group / (4 * STEPS);
   const int8_t* q = x.q + row * x.ldq;
   const float* scales = x.scales + row * 2 * x.stride;
   F sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = zero();
   for (int64_t g = 0; g < groups; ++g, panel_scales += 2 * kPanel, scales += 2 * ROWS) {
+    if (ahead)
+      for (const uint8_t* end = ahead + record; ahead < end; ahead += 64) __builtin_prefetch(ahead);
     Partial<BITS, STEPS> sums[ROWS];
     for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS, bytes += 64 * STEPS)
       unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, q);
@@ -215,9 +220,9 @@ struct Unpacked {
   float* y;
   int64_t ldy, panel;
   const float* scales;
-  const uint8_t* bytes;
+  const uint8_t *bytes, *ahead;
   template <int ROWS> FLASH_INLINE void operator()() {
-    unpacked_tile<BITS, STEPS, UNITS, ROWS>(w, scales, bytes, x, row, y, ldy, panel);
+    unpacked_tile<BITS, STEPS, UNITS, ROWS>(w, scales, bytes, x, row, y, ldy, panel, ahead);
   }
 };
 
@@ -237,10 +242,12 @@ inline void quant_panels(const flash_linear& w, const QuantRows& x, float* y, in
     for (int64_t panel = begin; panel < end; ++panel) {
       if (!few) unpack_panel<BITS, STEPS>(w, panel, scales, bytes);
       bottom = top;
+      const uint8_t* ahead = panel + 1 < end ? static_cast<const uint8_t*>(w.data) + (panel + 1) * panel_bytes(w) : nullptr;
       while (bottom < x.rows && bottom - top < kRowsAtOnce) {
         const RowTile tile = tile_of<kMostRows>(bottom, x.rows);
         if (few) with_width<kMostRows>(tile.width, Streamed<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel});
-        else with_width<kMostRows>(tile.width, Unpacked<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel, scales, bytes});
+        else with_width<kMostRows>(tile.width, Unpacked<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel, scales, bytes, ahead});
+        ahead = nullptr;
         bottom += tile.width;
       }
     }
@@ -270,37 +277,71 @@ inline void linear_quant(const flash_linear& w, const QuantRows& x, float* y, in
 
 // --------------------------------------------------------------------------------------------------- activations
 
-inline void quantize(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
-                     int64_t end) {
-  const int parts = out.group / 16;
+// One row of a tile, sixteen groups of PARTS registers at a time, so that what belongs to a group is one lane of what is
+// computed for all of them. x has whole groups.
+template <int PARTS>
+FLASH_INLINE void quantize_row(const float* x, int64_t groups, int8_t* to, int64_t width, float* scales) {
+  constexpr int kUnits = PARTS > 2 ? PARTS / 2 : 1, kUnit = 16 * PARTS / kUnits;  // bytes that stay together
+  constexpr int kAtOnce = 16;
+  for (int64_t first = 0; first < groups; first += kAtOnce) {
+    const int64_t count = groups - first < kAtOnce ? groups - first : kAtOnce;
+    I lanes[kAtOnce];
+    for (int64_t g = 0; g < count; ++g) {
+      lanes[g] = magnitude(load(x + g * 16 * PARTS));
+#pragma GCC unroll 8
+      for (int p = 1; p < PARTS; ++p) lanes[g] = max(lanes[g], magnitude(load(x + (g * PARTS + p) * 16)));
+    }
+    for (int64_t g = count; g < kAtOnce; ++g) lanes[g] = izero();
+    // Not a number when some value is not finite; never so small that its inverse is not.
+    const F most = max(set1(kLeastMagnitude), as_float(tops(lanes)));
+    float scale[kAtOnce], inverse[kAtOnce], total[kAtOnce];
+    store(scale, fma(most, zero(), most / set1(127.0f)));
+    store(inverse, set1(127.0f) / most);
+    for (int64_t g = 0; g < count; ++g, x += 16 * PARTS) {
+      I sum = izero();
+#pragma GCC unroll 8
+      for (int p = 0; p < PARTS; ++p) {
+        const I q = to_int(load(x + 16 * p) * set1(inverse[g]));
+        sum = sum + q;
+        store_i8(to + 16 * p / kUnit * kUnit * width + 16 * p % kUnit, q);
+      }
+      to += 16 * PARTS * width;
+      lanes[g] = sum;
+    }
+    store(total, to_float(sums(lanes)));
+    for (int64_t g = 0; g < count; ++g, scales += 2 * width) {
+      scales[0] = scale[g];
+      scales[width] = scale[g] * total[g];
+    }
+  }
+}
+
+template <int PARTS>
+inline void quantize_rows(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
+                          int64_t end) {
+  constexpr int64_t kGroup = 16 * PARTS, kUnit = PARTS > 1 ? 32 : 16;
+  const int64_t whole = k / kGroup;
   for (int64_t row = begin; row < end; ++row) {
     const float* from = x + row * ldx;
     const RowTile tile = tile_of<kMostRows>(row, out.rows);
-    int8_t* to = out.q + tile.first * out.ldq + 4 * (row - tile.first);
+    int8_t* to = out.q + tile.first * out.ldq + kUnit * (row - tile.first);
     float* scales = out.scales + tile.first * 2 * out.stride + (row - tile.first);
-    for (int64_t g = 0; g < groups; ++g, scales += 2 * tile.width) {
-      F v[8], most = zero(), odd = zero();
-      for (int p = 0; p < parts; ++p) {
-        const int64_t left = k - g * out.group - 16 * p;
-        v[p] = left >= 16 ? load(from) : left > 0 ? load(from, static_cast<int>(left)) : zero();
-        most = max(most, abs(v[p]));
-        odd = fma(v[p], zero(), odd);  // NaN when a value is not finite, which a maximum would hide
-        from += 16;
-      }
-      const float amax = top(most), bad = sum(odd);
-      const float scale = amax / 127.0f + bad, inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
-      F total = zero();
-      for (int p = 0; p < parts; ++p) {
-        const F q = round(v[p] * set1(inverse));
-        total = total + q;
-        int8_t bytes[16];
-        store_i8(bytes, q);
-        for (int i = 0; i < 16; i += 4, to += 4 * tile.width) std::memcpy(to, bytes + i, 4);
-      }
-      scales[0] = scale;
-      scales[tile.width] = scale * sum(total);
+    quantize_row<PARTS>(from, whole, to, tile.width, scales);
+    for (int64_t g = whole; g < groups; ++g) {  // the end of the row, and of its super-block
+      float rest[kGroup] = {};
+      const int64_t left = k - g * kGroup;
+      if (left > 0) std::memcpy(rest, from + g * kGroup, static_cast<size_t>(left) * sizeof(float));
+      quantize_row<PARTS>(rest, 1, to + g * kGroup * tile.width, tile.width, scales + g * 2 * tile.width);
     }
   }
+}
+
+inline void quantize(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
+                     int64_t end) {
+  if (out.group == 16) quantize_rows<1>(x, ldx, k, groups, out, begin, end);
+  else if (out.group == 32) quantize_rows<2>(x, ldx, k, groups, out, begin, end);
+  else if (out.group == 64) quantize_rows<4>(x, ldx, k, groups, out, begin, end);
+  else quantize_rows<8>(x, ldx, k, groups, out, begin, end);
 }
 
 // ------------------------------------------------------------------------------------------------ float weights

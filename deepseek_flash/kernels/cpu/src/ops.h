@@ -9,7 +9,8 @@ namespace flash {
 
 // Activations of some rows as int8 with a scale for every group, for GroupQuant products. Rows are cut into tiles (first
 // row, width; see row_tiles.h), the rows of a tile lie side by side, so that a product walks a tile with one pointer:
-//   q        tile at first * ldq bytes:   [quad of inputs][row of the tile][4] int8; zero from k to the end of its group
+//   q        tile at first * ldq bytes:   [unit of 32 inputs, 16 for groups of 16][row of the tile][unit] int8; zero from
+//            k to the end of its group
 //   scales   tile at first * 2 stride:    [group][ scale of every row, moment of every row ] fp32
 // scale is the group's largest magnitude / 127 (NaN when a value is not finite), moment is scale times the sum of q.
 struct QuantRows {

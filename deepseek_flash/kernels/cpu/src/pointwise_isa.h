@@ -125,8 +125,20 @@ inline void argmax(const float* x, int64_t ld, int64_t n, int64_t* ids, int64_t 
   }
 }
 
-// gate / (1 + e^-gate) * up
-FLASH_INLINE F gated(F gate, F up) { return gate / (set1(1.0f) + exp(zero() - gate)) * up; }
+// 1 / x for positive x that are neither denormal nor larger than 2^126, by Newton's iteration from a first guess made of
+// the bits (a line through the logarithm): every step squares the error, 12 %, 1.4 %, 2e-4, 4e-8, and rounding. Dividing
+// takes sixteen registers' worth of multiplications.
+FLASH_INLINE F inverse_of(F x) {
+  F y = as_float(iset1(0x7ef311c7) - as_int(x));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) y = fma(y, fma(zero() - x, y, set1(1.0f)), y);
+  return y;
+}
+
+// gate / (1 + e^-gate) * up; below -80, where the first factor is 1e-33 and less, the sigmoid stays as it is there.
+FLASH_INLINE F gated(F gate, F up) {
+  return gate * inverse_of(set1(1.0f) + exp(min(set1(80.0f), zero() - gate))) * up;
+}
 
 inline void silu_mul(const float* gate_up, int64_t n, float* y, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {

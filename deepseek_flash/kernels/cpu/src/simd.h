@@ -50,12 +50,19 @@ FLASH_INLINE F load_bf16(const uint16_t* p) {
 }
 FLASH_INLINE F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}; }
 FLASH_INLINE F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}; }
-// Floats that are whole numbers within int8.
-FLASH_INLINE void store_i8(int8_t* p, F a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 FLASH_INLINE I izero() { return {_mm512_setzero_si512()}; }
 FLASH_INLINE I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 FLASH_INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+FLASH_INLINE I to_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
+FLASH_INLINE void store_i8(int8_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 FLASH_INLINE F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+FLASH_INLINE I magnitude(F a) { return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))}; }  // bits of |a|: NaN above all
+FLASH_INLINE I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
+FLASH_INLINE I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+FLASH_INLINE I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
+FLASH_INLINE F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
+FLASH_INLINE void store(int32_t* p, I a) { _mm512_storeu_si512(p, a.v); }
+FLASH_INLINE I load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 FLASH_INLINE F pow2(F n) {  // 2^(n - kWhole), see exp
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(n.v), _mm512_set1_epi32(127)), 23))};
 }
@@ -119,15 +126,30 @@ FLASH_INLINE F load_u8(const uint8_t* p) {
   __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(w)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(w, 8)))};
 }
-FLASH_INLINE void store_i8(int8_t* p, F x) {
-  __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // a0 b0 a1 b1 by 128 bits
-  w = _mm256_permute4x64_epi64(w, 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
-}
 FLASH_INLINE I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 FLASH_INLINE I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 FLASH_INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+FLASH_INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+FLASH_INLINE void store_i8(int8_t* p, I x) {
+  const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);  // packs works by 128 bits
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
 FLASH_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+FLASH_INLINE F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+FLASH_INLINE I magnitude(F x) {
+  const __m256i m = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), m), _mm256_and_si256(_mm256_castps_si256(x.b), m)};
+}
+FLASH_INLINE I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+FLASH_INLINE I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+FLASH_INLINE I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+FLASH_INLINE I load(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+FLASH_INLINE void store(int32_t* p, I x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
 FLASH_INLINE __m256 pow2_half(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(n), _mm256_set1_epi32(127)), 23));
 }
@@ -187,11 +209,19 @@ FLASH_INLINE void store_f16(uint16_t* p, F a) { FLASH_EACH p[i] = float_to_half(
 FLASH_INLINE F load_bf16(const uint16_t* p) { F r; FLASH_EACH r.v[i] = from_bits(static_cast<uint32_t>(p[i]) << 16); return r; }
 FLASH_INLINE F load_i8(const int8_t* p) { F r; FLASH_EACH r.v[i] = p[i]; return r; }
 FLASH_INLINE F load_u8(const uint8_t* p) { F r; FLASH_EACH r.v[i] = p[i]; return r; }
-FLASH_INLINE void store_i8(int8_t* p, F a) { FLASH_EACH p[i] = static_cast<int8_t>(a.v[i]); }
 FLASH_INLINE I izero() { I r; FLASH_EACH r.v[i] = 0; return r; }
 FLASH_INLINE I iset1(int32_t x) { I r; FLASH_EACH r.v[i] = x; return r; }
 FLASH_INLINE I operator+(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] + b.v[i]; return r; }
+FLASH_INLINE I to_int(F a) { I r; FLASH_EACH r.v[i] = static_cast<int32_t>(std::nearbyint(a.v[i])); return r; }
+FLASH_INLINE void store_i8(int8_t* p, I a) { FLASH_EACH p[i] = static_cast<int8_t>(a.v[i]); }
 FLASH_INLINE F to_float(I a) { F r; FLASH_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
+FLASH_INLINE F as_float(I a) { F r; std::memcpy(r.v, a.v, sizeof r.v); return r; }
+FLASH_INLINE I magnitude(F a) { I r; FLASH_EACH r.v[i] = static_cast<int32_t>(to_bits(a.v[i]) & 0x7fffffff); return r; }
+FLASH_INLINE I max(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return r; }
+FLASH_INLINE I operator-(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] - b.v[i]; return r; }
+FLASH_INLINE I as_int(F a) { I r; std::memcpy(r.v, a.v, sizeof r.v); return r; }
+FLASH_INLINE I load(const int32_t* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }
+FLASH_INLINE void store(int32_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
 FLASH_INLINE F pow2(F n) { F r; FLASH_EACH r.v[i] = from_bits((to_bits(n.v[i]) + 127) << 23); return r; }
 FLASH_INLINE F first_or(F a, int64_t n, F other) { F r; FLASH_EACH r.v[i] = i < n ? a.v[i] : other.v[i]; return r; }
 #endif
@@ -286,6 +316,7 @@ template <int BITS, int STEPS> struct Partial {
 #endif
 
 // ----------------------------------------------------------------------------------------------- for all of them
+FLASH_INLINE void store_i8(int8_t* p, F a) { store_i8(p, to_int(a)); }
 // Sum and maximum of sixteen lanes in one fixed order: lane i with i + 8, then + 4, + 2, + 1.
 #if defined(__AVX2__)
 FLASH_INLINE float sum(F x) {
@@ -320,6 +351,44 @@ FLASH_INLINE float top(F x) {
   return t[0];
 }
 #endif
+// Lane i: maximum, or sum, of the sixteen lanes of rows[i]; whole numbers, so that the order does not matter.
+#if defined(__AVX512F__)
+template <class Op>
+FLASH_INLINE I each_lane(const I* rows, Op op) {
+  __m512i a[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)  // halves: [ of 2i | of 2i + 1 ]
+    a[i] = op(_mm512_shuffle_i32x4(rows[2 * i].v, rows[2 * i + 1].v, 0x44), _mm512_shuffle_i32x4(rows[2 * i].v, rows[2 * i + 1].v, 0xee));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)  // quarters of four rows
+    a[i] = op(_mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0xdd));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)  // in quarter q: pairs of rows 8 i + q, 8 i + 4 + q
+    a[i] = op(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+  const __m512 x = _mm512_castsi512_ps(a[0]), y = _mm512_castsi512_ps(a[1]);
+  const __m512i all = op(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
+  // lane 4 q + j holds row 4 j + q
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return {_mm512_permutexvar_epi32(order, all)};
+}
+FLASH_INLINE I tops(const I* rows) { return each_lane(rows, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }); }
+FLASH_INLINE I sums(const I* rows) { return each_lane(rows, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }); }
+#else
+template <class Op>
+FLASH_INLINE I each_lane(const I* rows, Op op) {
+  int32_t out[16];
+  for (int i = 0; i < 16; ++i) {
+    int32_t t[16];
+    store(t, rows[i]);
+    for (int w = 8; w; w /= 2)
+      for (int j = 0; j < w; ++j) t[j] = op(t[j], t[j + w]);
+    out[i] = t[0];
+  }
+  return load(out);
+}
+FLASH_INLINE I tops(const I* rows) { return each_lane(rows, [](int32_t a, int32_t b) { return a > b ? a : b; }); }
+FLASH_INLINE I sums(const I* rows) { return each_lane(rows, [](int32_t a, int32_t b) { return a + b; }); }
+#endif
 // bfloat16, to nearest, ties to even.
 FLASH_INLINE void store_bf16(uint16_t* p, F x) {
   float t[16];
@@ -330,11 +399,11 @@ FLASH_INLINE void store_bf16(uint16_t* p, F x) {
     p[i] = static_cast<uint16_t>(t[i] != t[i] ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }
 }
-// e^x for x <= 0; below -87 it stays at e^-87 (weights that small vanish in every sum), NaN stays NaN. Error below 2 units
+// e^x for x <= 88; below -87 it stays at e^-87 (weights that small vanish in every sum), NaN stays NaN. Error below 2 units
 // in the last place: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cody & Waite 1980 for the reduction). Adding
 // kWhole rounds to a whole number and leaves it in the low bits.
 constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
-FLASH_INLINE F exp_down(F x) {
+FLASH_INLINE F exp(F x) {
   x = max(set1(-87.0f), x);
   const F whole = fma(x, set1(1.44269504088896341f), set1(kWhole));
   const F n = whole - set1(kWhole);
@@ -348,8 +417,5 @@ FLASH_INLINE F exp_down(F x) {
   p = fma(p * r, r, r) + set1(1.0f);
   return p * pow2(whole);
 }
-// e^x up to x = 88, where it stays.
-FLASH_INLINE F exp(F x) { return exp_down(min(set1(88.0f), x)); }
-
 }  // namespace FLASH_ISA
 }  // namespace flash

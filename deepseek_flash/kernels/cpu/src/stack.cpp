@@ -37,9 +37,19 @@ struct Scratch {
   QuantForms forms;
   void* buffers;
   int64_t buffer_bytes;
+  float* rows;        // one a thread
+  int64_t row_floats;
   void* attention;
   int64_t bytes;
+
+  float* row(int32_t thread) const { return rows + thread * row_floats; }
 };
+
+bool reads_floats(const flash_linear& first) {
+  for (const flash_linear* w = &first; w; w = w->next)
+    if (w->kind) return true;
+  return false;
+}
 
 struct Limits {
   int64_t k = 0;         // widest input
@@ -77,6 +87,8 @@ Scratch lay_out(const flash_stack& s, const flash_step& step, int32_t threads, v
   out.forms = quant_forms(most.groups, most.k, tokens, arena.take<char>(forms));
   out.buffer_bytes = rounded(most.buffer, kAlign);
   out.buffers = arena.take<char>(out.buffer_bytes * threads);
+  out.row_floats = rounded(s.hidden > s.inner ? s.hidden : s.inner, 16);
+  out.rows = arena.take<float>(out.row_floats * threads);
   out.attention = arena.take<char>(attention_scratch(cache, step, s.heads, threads));
   out.bytes = arena.used;
   return out;
@@ -115,11 +127,18 @@ void stack(Pool* pool, const flash_stack& s, const flash_step& step, float* x, f
   void* const plan = plan_attention(cache, step, s.heads, threads_of(pool), w.attention);
   const float* update = nullptr;
 
-  // stream += update; normed = norm(stream), and its int8 forms for the layer that reads it.
+  // stream += update; y = norm(stream), and its int8 forms for the layer that reads it. Where nobody reads the floats
+  // they pass through a row that stays in the cache.
   auto norm = [&](const float* weight, const flash_linear* reader, float* y) {
-    parallel_for(pool, tokens, grain(hidden), [&](int32_t, int64_t a, int64_t b) {
-      op.norm(x, hidden, update, weight, s.eps, hidden, y, x, a, b);
-      if (reader) quantize_forms(w.forms, *reader, y, hidden, a, b);
+    const bool passing = reader && !reads_floats(*reader);
+    parallel_for(pool, tokens, grain(hidden), [&](int32_t thread, int64_t a, int64_t b) {
+      if (!passing) op.norm(x, hidden, update, weight, s.eps, hidden, y, x, a, b);
+      if (reader && !passing) quantize_forms(w.forms, *reader, y, hidden, a, b);
+      for (int64_t t = a; passing && t < b; ++t) {
+        float* row = w.row(thread);
+        op.norm(x + t * hidden, hidden, update ? update + t * hidden : nullptr, weight, s.eps, hidden, row, x + t * hidden, 0, 1);
+        quantize_forms(w.forms, *reader, row, 0, t, t + 1);
+      }
     });
   };
   auto linear = [&](const flash_linear& layer, const float* input, int64_t ld, float* y, int64_t ldy) {
@@ -143,9 +162,14 @@ void stack(Pool* pool, const flash_stack& s, const flash_step& step, float* x, f
     update = w.update;
     norm(layer.mlp_norm, &layer.gate_up, w.normed);
     linear(layer.gate_up, w.normed, hidden, w.wide, 2 * inner);
-    parallel_for(pool, tokens, grain(2 * inner), [&](int32_t, int64_t a, int64_t b) {
-      op.silu_mul(w.wide, inner, w.gated, a, b);
-      quantize_forms(w.forms, layer.down, w.gated, inner, a, b);
+    const bool passing = !reads_floats(layer.down);
+    parallel_for(pool, tokens, grain(2 * inner), [&](int32_t thread, int64_t a, int64_t b) {
+      if (!passing) op.silu_mul(w.wide, inner, w.gated, a, b);
+      if (!passing) quantize_forms(w.forms, layer.down, w.gated, inner, a, b);
+      for (int64_t t = a; passing && t < b; ++t) {
+        op.silu_mul(w.wide + t * 2 * inner, inner, w.row(thread), 0, 1);
+        quantize_forms(w.forms, layer.down, w.row(thread), 0, t, t + 1);
+      }
     });
     linear(layer.down, w.gated, inner, w.update, hidden);
   }
