@@ -13,6 +13,8 @@ from deepseek_flash.kernels.ops.attention import paged_attention, paged_case
 from deepseek_flash.kernels.ops.cache import quantize_heads, rope_and_cache_write
 from deepseek_flash.kernels.ops.rope import tables
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
+from deepseek_flash.kv.spec import CacheSpec, Field, Group, Order
+from deepseek_flash.kv.store import KVStore
 
 LIBRARY = lib.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native kernels: {lib.why_missing()}")
@@ -20,6 +22,9 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native kernels: {li
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 SHAPES = [(9, 3, 64, 16), (4, 4, 6, 5), (16, 1, 16, 32), (8, 8, 128, 100), (2, 1, 2, 1), (7, 1, 192, 17), (6, 2, 80, 3)]
 """heads, kv heads, dim, block size"""
+TURNED = [(9, 3, 64, 16), (16, 1, 16, 32), (8, 8, 128, 48), (4, 2, 6, 16), (7, 1, 80, 16), (1, 1, 1, 16)]
+"""Shapes whose keys can lie turned."""
+LAYOUTS = [*((s, False) for s in SHAPES), *((s, True) for s in TURNED)]
 LENS = [(1, 40), (5, 5), (1, 257), (65, 200), (2, 512), (4, 300), (120, 700), (1, 1)]
 
 
@@ -43,11 +48,30 @@ def _as(cache: torch.Tensor, dtype: str) -> Cache:
     return base.to(getattr(torch, dtype))[:, :-1]
 
 
-def _case(shape: tuple[int, int, int, int], dtype: str, lens: list[tuple[int, int]]) -> tuple:
+def _lying(cache: Cache, order: Order) -> Cache:
+    """The same rows in blocks of another order."""
+    if isinstance(cache, QuantCache):
+        return QuantCache(_tensor(cache.values, order), _tensor(cache.scales, order))
+    return _tensor(cache, order)
+
+
+def _tensor(rows: torch.Tensor, order: Order) -> torch.Tensor:
+    blocks, size, heads, dim = rows.shape
+    spec = CacheSpec(size, (Group("kv", "rows", (Field("x", 0, (heads, dim), str(rows.dtype)[6:], order),)),))
+    out = KVStore(spec, (blocks,), "cpu").view(0, 0, "x")
+    return out.copy_(rows)
+
+
+def _case(
+    shape: tuple[int, int, int, int], dtype: str, lens: list[tuple[int, int]], turned: bool = False
+) -> tuple[torch.Tensor, Cache, Cache, AttentionPlan, float]:
     heads, kv_heads, dim, block_size = shape
     gen = torch.Generator().manual_seed(7)
     q, k, v, plan, scale = paged_case(gen, lens, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
-    return q, _as(k, dtype), _as(v, dtype), plan, scale
+    keys, values = _as(k, dtype), _as(v, dtype)
+    if turned:
+        keys, values = _lying(keys, "turned"), _lying(values, "heads")
+    return q, keys, values, plan, scale
 
 
 def _only(plan: AttentionPlan, s: int, first: int, last: int) -> AttentionPlan:
@@ -57,9 +81,11 @@ def _only(plan: AttentionPlan, s: int, first: int, last: int) -> AttentionPlan:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equals_reference_on_every_instruction_set(shape: tuple[int, int, int, int], dtype: str) -> None:
-    q, k, v, plan, scale = _case(shape, dtype, LENS)
+@pytest.mark.parametrize(("shape", "turned"), LAYOUTS)
+def test_equals_reference_on_every_instruction_set(
+    shape: tuple[int, int, int, int], turned: bool, dtype: str
+) -> None:
+    q, k, v, plan, scale = _case(shape, dtype, LENS, turned)
     want = paged_attention(q, k, v, plan, scale)
     assert LIBRARY is not None
     outs = []
@@ -71,10 +97,20 @@ def test_equals_reference_on_every_instruction_set(shape: tuple[int, int, int, i
         assert torch.equal(out, outs[0]), isa
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("shape", SHAPES[:4])
-def test_same_bits_alone_in_chunks_and_with_other_threads(shape: tuple[int, int, int, int], dtype: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", TURNED)
+def test_the_order_of_a_block_changes_no_bit(shape: tuple[int, int, int, int], dtype: str) -> None:
     q, k, v, plan, scale = _case(shape, dtype, LENS)
+    turned = _case(shape, dtype, LENS, turned=True)
+    assert torch.equal(Native(2).paged_attention(*turned), Native(2).paged_attention(q, k, v, plan, scale))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize(("shape", "turned"), [*LAYOUTS[:4], *LAYOUTS[-6:-2]])
+def test_same_bits_alone_in_chunks_and_with_other_threads(
+    shape: tuple[int, int, int, int], turned: bool, dtype: str
+) -> None:
+    q, k, v, plan, scale = _case(shape, dtype, LENS, turned)
     full = Native(3).paged_attention(q, k, v, plan, scale)
     one = Native(1)
     for s, (new, context) in enumerate(LENS):
@@ -87,11 +123,12 @@ def test_same_bits_alone_in_chunks_and_with_other_threads(shape: tuple[int, int,
                 assert torch.equal(out, full[a + i : a + i + n]), (s, chunk, i)
 
 
-@pytest.mark.parametrize("heads", [24, 25, 32, 71, 130])
-def test_many_heads_of_one_kv_head(heads: int) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("heads", [4, 6, 7, 24, 25, 32, 71, 130])
+def test_many_heads_of_one_kv_head(heads: int, turned: bool) -> None:
     """A few tokens of one sequence may be more rows than an item holds; each gets what it would get alone."""
     lens = [(4, 300), (1, 257), (2, 70), (3, 600), (1, 1)]
-    q, k, v, plan, scale = _case((heads, 1, 64, 16), "float16", lens)
+    q, k, v, plan, scale = _case((heads, 1, 64, 16), "float16", lens, turned)
     want = paged_attention(q, k, v, plan, scale)
     full = Native(2).paged_attention(q, k, v, plan, scale)
     assert (full - want).abs().max() <= 1e-5 * want.abs().max()
@@ -102,14 +139,17 @@ def test_many_heads_of_one_kv_head(heads: int) -> None:
             assert torch.equal(alone, full[a : a + 1]), (s, i)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str) -> None:
+def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str, turned: bool) -> None:
     """A prefix of 600 tokens shared by twelve, of which some see 300 more that they share, and their own ends."""
     gen = torch.Generator().manual_seed(8)
     bs, shared = 16, 38
     contexts = [600 + 16 * (i % 3) + i for i in range(12)]
     blocks = 400
     k, v = (_as(torch.randn(blocks, bs, 3, 64, generator=gen), dtype) for _ in range(2))
+    if turned:
+        k, v = _lying(k, "turned"), _lying(v, "heads")
     table = torch.zeros(12, 60, dtype=torch.int64)
     for i in range(12):
         own = shared + 10 + 20 * i + torch.arange(60 - shared)
@@ -132,9 +172,11 @@ def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str) -
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rot"), [(9, 3, 64, 64), (2, 2, 6, 6), (4, 1, 80, 32), (1, 1, 2, 2)]
 )
-def test_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, rot: int, dtype: str) -> None:
+@pytest.mark.parametrize("bs", [5, 16])
+def test_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, rot: int, dtype: str, bs: int) -> None:
+    """Blocks of 16 with their keys turned."""
     gen = torch.Generator().manual_seed(9)
-    tokens, bs, blocks = 37, 5, 12
+    tokens, blocks = 37, 12
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=gen)
     cos, sin = tables(gen, tokens, rot)
     slots = torch.randperm(blocks * bs, generator=gen)[:tokens]
@@ -142,6 +184,8 @@ def test_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, rot: int,
     blank = torch.zeros(blocks, bs, kv_heads, dim)
     args = (qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :], cos, sin)
     mine, theirs = ((_as(blank, dtype), _as(blank, dtype)) for _ in range(2))
+    if bs == 16:
+        mine = _lying(mine[0], "turned"), _lying(mine[1], "heads")
     q = Native(2).rope_and_cache_write(*args, *mine, plan)
     want = rope_and_cache_write(*args, *theirs, plan)
     assert torch.allclose(q, want, rtol=1e-6, atol=1e-6)

@@ -61,6 +61,24 @@ def test_zero_comes_before_copies_and_copies_in_order() -> None:
     assert store.view(3, 2, "pending")[:, 0, 0, 0].tolist() == [9, 0]
 
 
+def test_orders_of_a_block_are_the_same_rows_elsewhere() -> None:
+    fields = [Field(o, 0, (2, 5), "float32", o) for o in ("rows", "heads", "turned")]
+    store = KVStore(CacheSpec(4, (Group("kv", "rows", tuple(fields)),)), (3,), "cpu")
+    rows = torch.arange(3 * 4 * 2 * 5, dtype=torch.float32).view(3, 4, 2, 5)
+    want = {"rows": rows, "heads": rows.transpose(1, 2), "turned": rows.permute(0, 2, 3, 1)}
+    for f in fields:
+        view = store.view(0, 0, f.name)
+        assert view.shape == rows.shape
+        view.copy_(rows)
+    flat = store.pools[0].view(torch.float32)
+    for f, offset in zip(fields, store.spec.groups[0].field_offsets(4), strict=True):
+        part = flat[:, offset // 4 : offset // 4 + 40]
+        assert torch.equal(part, want[f.name].reshape(3, 40)), f.name
+        assert torch.equal(store.view(0, 0, f.name), rows), f.name
+    digests = {CacheSpec(4, (Group("kv", "rows", (Field("k", 0, (2, 5), "float32", f.order),)),)).digest() for f in fields}
+    assert len(digests) == 3, "a cache written in one order must not be read in another"
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
