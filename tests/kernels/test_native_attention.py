@@ -10,16 +10,14 @@ import torch
 from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.kernels.cpu.native import Native
 from deepseek_flash.kernels.ops.attention import paged_attention, paged_case
-from deepseek_flash.kernels.ops.cache import quantize_heads, rope_and_cache_write
+from deepseek_flash.kernels.ops.cache import rope_and_cache_write
 from deepseek_flash.kernels.ops.rope import tables
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
-from deepseek_flash.kv.spec import CacheSpec, Field, Group, Order
-from deepseek_flash.kv.store import KVStore
+from tests.kernels.paged import DTYPES, lying, stored
 
 LIBRARY = lib.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native kernels: {lib.why_missing()}")
 
-DTYPES = ("float32", "float16", "bfloat16", "int8")
 SHAPES = [(9, 3, 64, 16), (4, 4, 6, 5), (16, 1, 16, 32), (8, 8, 128, 100), (2, 1, 2, 1), (7, 1, 192, 17), (6, 2, 80, 3)]
 """heads, kv heads, dim, block size"""
 TURNED = [(9, 3, 64, 16), (16, 1, 16, 32), (8, 8, 128, 48), (4, 2, 6, 16), (7, 1, 80, 16), (1, 1, 1, 16)]
@@ -35,42 +33,15 @@ def best_isa() -> Iterator[None]:
     LIBRARY.functions.flash_use_isa(None)
 
 
-def _as(cache: torch.Tensor, dtype: str) -> Cache:
-    """The same rows in another type, unused ones still no numbers, blocks still further apart than their size."""
-    if dtype == "int8":
-        dim = cache.shape[-1]
-        group = next((g for g in (64, 32, 16) if dim % g == 0), dim)
-        values, scales = quantize_heads(cache.nan_to_num(0.0), group)
-        scales[torch.isnan(cache[..., 0])] = float("nan")
-        return QuantCache(values, scales)
-    base = torch.full((cache.shape[0], cache.shape[1] + 1, *cache.shape[2:]), float("nan"))
-    base[:, :-1] = cache
-    return base.to(getattr(torch, dtype))[:, :-1]
-
-
-def _lying(cache: Cache, order: Order) -> Cache:
-    """The same rows in blocks of another order."""
-    if isinstance(cache, QuantCache):
-        return QuantCache(_tensor(cache.values, order), _tensor(cache.scales, order))
-    return _tensor(cache, order)
-
-
-def _tensor(rows: torch.Tensor, order: Order) -> torch.Tensor:
-    blocks, size, heads, dim = rows.shape
-    spec = CacheSpec(size, (Group("kv", "rows", (Field("x", 0, (heads, dim), str(rows.dtype)[6:], order),)),))
-    out = KVStore(spec, (blocks,), "cpu").view(0, 0, "x")
-    return out.copy_(rows)
-
-
 def _case(
     shape: tuple[int, int, int, int], dtype: str, lens: list[tuple[int, int]], turned: bool = False
 ) -> tuple[torch.Tensor, Cache, Cache, AttentionPlan, float]:
     heads, kv_heads, dim, block_size = shape
     gen = torch.Generator().manual_seed(7)
     q, k, v, plan, scale = paged_case(gen, lens, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
-    keys, values = _as(k, dtype), _as(v, dtype)
+    keys, values = stored(k, dtype), stored(v, dtype)
     if turned:
-        keys, values = _lying(keys, "turned"), _lying(values, "heads")
+        keys, values = lying(keys, "turned"), lying(values, "heads")
     return q, keys, values, plan, scale
 
 
@@ -147,9 +118,9 @@ def test_sequences_that_share_blocks_get_what_they_would_get_alone(dtype: str, t
     bs, shared = 16, 38
     contexts = [600 + 16 * (i % 3) + i for i in range(12)]
     blocks = 400
-    k, v = (_as(torch.randn(blocks, bs, 3, 64, generator=gen), dtype) for _ in range(2))
+    k, v = (stored(torch.randn(blocks, bs, 3, 64, generator=gen), dtype) for _ in range(2))
     if turned:
-        k, v = _lying(k, "turned"), _lying(v, "heads")
+        k, v = lying(k, "turned"), lying(v, "heads")
     table = torch.zeros(12, 60, dtype=torch.int64)
     for i in range(12):
         own = shared + 10 + 20 * i + torch.arange(60 - shared)
@@ -183,9 +154,9 @@ def test_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, rot: int,
     plan = AttentionPlan((0, tokens), (tokens,), torch.zeros(1, 1, dtype=torch.int64), slots)
     blank = torch.zeros(blocks, bs, kv_heads, dim)
     args = (qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :], cos, sin)
-    mine, theirs = ((_as(blank, dtype), _as(blank, dtype)) for _ in range(2))
+    mine, theirs = ((stored(blank, dtype), stored(blank, dtype)) for _ in range(2))
     if bs == 16:
-        mine = _lying(mine[0], "turned"), _lying(mine[1], "heads")
+        mine = lying(mine[0], "turned"), lying(mine[1], "heads")
     q = Native(2).rope_and_cache_write(*args, *mine, plan)
     want = rope_and_cache_write(*args, *theirs, plan)
     assert torch.allclose(q, want, rtol=1e-6, atol=1e-6)
