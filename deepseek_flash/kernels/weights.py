@@ -20,6 +20,8 @@ SUPER = 256
 """Inputs of a super-block."""
 SPARE = 64
 """Readable bytes behind the packed data."""
+_PIECE_VALUES = 1 << 18
+"""Values that torch packs at a time."""
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 Kind = Literal["group", "float32", "float16", "bfloat16"]
@@ -172,10 +174,19 @@ def _panels(t: torch.Tensor) -> torch.Tensor:
 
 
 def pack_rows(packed: PackedWeight, first: int, plain: PlainWeight) -> None:
-    """Fill whole panels: rows from ``first`` (a multiple of 16), as many as ``plain`` has (whole panels or the end)."""
-    form, k = packed.format, packed.k
+    """Fill whole panels: rows from ``first`` (a multiple of 16), as many as ``plain`` has (whole panels or the end).
+
+    Needs room for a few copies of ``_PIECE_VALUES`` values, or of one panel.
+    """
     if first % PANEL or (plain.n % PANEL and first + plain.n != packed.n) or first + plain.n > packed.n:
         raise InternalError(f"rows {first} to {first + plain.n} are no whole panels of {packed.n} outputs")
+    step = max(_PIECE_VALUES // (packed.k * PANEL), 1) * PANEL
+    for a in range(0, plain.n, step):
+        _pack_piece(packed, first + a, plain.rows(slice(a, a + step)))
+
+
+def _pack_piece(packed: PackedWeight, first: int, plain: PlainWeight) -> None:
+    form, k = packed.format, packed.k
     at = first // PANEL * form.panel_bytes(k)
     count = -(-plain.n // PANEL)
     out = packed.data[at : at + count * form.panel_bytes(k)].view(count, form.panel_bytes(k))
@@ -228,7 +239,17 @@ def _pack_codes(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
 
 
 def unpack(packed: PackedWeight) -> PlainWeight:
-    """The parts again."""
+    """The parts again, in memory of their own."""
+    plain = _views(packed)
+    for name in ("codes", "scale", "min", "zeros", "sub_scale", "sub_min"):
+        part = getattr(plain, name)
+        # Of one panel with one group some need no copy to be in order, and are still the packed bytes.
+        if part is not None and part.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr():
+            setattr(plain, name, part.clone(memory_format=torch.contiguous_format))
+    return plain
+
+
+def _views(packed: PackedWeight) -> PlainWeight:
     form, n, k = packed.format, packed.n, packed.k
     count = -(-n // PANEL)
     stream = packed.data.view(count, form.panel_bytes(k))

@@ -59,6 +59,11 @@ def relative(tolerance: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return wrong
 
 
+def mostly_apart(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether half of the rows have more than a hundredth of error."""
+    return bool(((got - want).norm(dim=-1) > 1e-2 * want.norm(dim=-1)).float().mean() >= 0.5)
+
+
 def different(got: torch.Tensor, want: torch.Tensor) -> bool:
     return not torch.equal(got, want)
 
@@ -216,6 +221,8 @@ def _stack(rng: random.Random, gen: torch.Generator) -> Trial:
     kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((8, 16, 20, 32))
     heads, hidden, inner = kv_heads * rng.choice((1, 2, 3)), _size(rng, 120), _size(rng, 160)
     form, dtype, block_size = any_format(rng), rng.choice(DTYPES), rng.choice((4, 16, 32))
+    if rng.random() < 0.5:
+        form, dtype = WeightFormat(rng.choice(("float32", "float16", "bfloat16"))), "float32"
 
     def linear(n: int, k: int) -> PackedLinear:
         bias = 0.1 * torch.randn(n, generator=gen) if rng.random() < 0.5 else None
@@ -250,10 +257,8 @@ def _stack(rng: random.Random, gen: torch.Generator) -> Trial:
         return [fn(x, weights, caches, cos, sin, _again(plan))]
 
     label = f"stack {form} {dtype} hidden {hidden} heads {heads}/{kv_heads} dim {dim} inner {inner} {lens}"
-    # A last bit that turns the rounding of an activation or of a cached value moves what follows by a step of that
-    # rounding: the fp32 ones have none.
-    exact = form.kind != "group" and dtype == "float32"
-    wrong = relative(1e-4 if exact else 3e-2)
+    # Where activations or cached values are rounded, a last bit may turn a rounding, and some rows move by a step of it.
+    wrong = relative(1e-3) if form.kind != "group" and dtype == "float32" else mostly_apart
     return Trial(label, lambda c: run(c.decoder_stack), lambda: run(decoder_stack), wrong)
 
 

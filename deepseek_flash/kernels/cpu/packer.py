@@ -30,7 +30,7 @@ def describe(form: WeightFormat, n: int, k: int) -> lib.FlashLinear:
 
 
 def best_packer() -> Callable[[PackedWeight, int, PlainWeight], None]:
-    """``weights.pack_rows``, or the same several times faster."""
+    """``weights.pack_rows``, or the same in C++ where it is there: faster alone, but loading waits for other things."""
     return pack_rows if lib.load() is None else native_pack_rows
 
 

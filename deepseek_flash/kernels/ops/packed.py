@@ -50,7 +50,8 @@ def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     pad = -x.shape[1] % group
     rows = torch.nn.functional.pad(x, (0, pad)).view(x.shape[0], -1, group)
     top = rows.abs().amax(-1)
-    inverse = torch.where(top > 0, 127.0 / top, 0.0)
+    # A number divided by a tensor is its reciprocal times the number in torch: rounded twice.
+    inverse = torch.where(top > 0, torch.full_like(top, 127.0) / top, 0.0)
     return (rows * inverse.unsqueeze(-1)).round(), top / 127.0
 
 
