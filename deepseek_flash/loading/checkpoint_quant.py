@@ -23,8 +23,9 @@ import torch
 
 from deepseek_flash.errors import CheckpointError, FormatError, UnsupportedModel
 from deepseek_flash.kernels.weights import PlainWeight, WeightFormat, dequantize
-from deepseek_flash.loading.safetensors import FLOATS, QUANTISED, SafetensorsFolder
+from deepseek_flash.loading.safetensors import FLOATS, SafetensorsFolder
 
+METHODS = ("awq", "gptq")
 GROUPS = (128, 64, 32)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each nibble of a word holds, the lowest nibble first."""
@@ -61,8 +62,8 @@ def read_quant_config(config: dict[str, Any], where: str) -> QuantConfig:
         )
 
     method = str(given.get("quant_method", "?")).lower()
-    if method not in QUANTISED:
-        raise refuse("quant_method", method, *QUANTISED)
+    if method not in METHODS:
+        raise refuse("quant_method", method, *METHODS)
     bits = given.get("bits", given.get("w_bit"))
     allowed = (4,) if method == "awq" else (4, 8)
     if type(bits) is not int or bits not in allowed:

@@ -28,8 +28,8 @@ SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that weights may have."""
-QUANTISED = ("awq", "gptq")
-"""Values of ``quant_method`` that ``checkpoint_quant`` reads."""
+QUANTISED = ("awq", "gptq", "fp8")
+"""Values of ``quant_method`` that ``checkpoint_quant`` and ``fp8`` read."""
 
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -37,6 +37,8 @@ _BITS = {
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _LOW = ("F8_", "F4", "F6_")
+_OF_FP8 = ("F8_E4M3", "F8_E8M0")
+"""Types of weights and scales that ``quant_method: fp8`` is read with."""
 MAX_DIMS = 16
 MAX_NAME = 4096
 MAX_FILE_NAME = 255
@@ -127,7 +129,7 @@ class SafetensorsFolder:
                 raise self._files[0].error(
                     f"config.json says num_hidden_layers {layers}, the files have {len(self._entries)} tensors"
                 )
-            _refuse_low_precision(folder, self._entries)
+            _refuse_low_precision(folder, self._entries, _OF_FP8 if quant_method(self.config) == "fp8" else ())
             self._untie()
         except BaseException:
             self.close()
@@ -199,6 +201,15 @@ class SafetensorsFolder:
         entry.file.bytes_into(entry.offset, out.view(-1).view(torch.uint8))
         return out
 
+    def raw(self, name: str, first: int, count: int) -> torch.Tensor:
+        """uint8 [count]: elements of a tensor of one-byte elements, from number ``first`` on."""
+        entry = self._entries[name]
+        if _BITS[entry.dtype] != 8 or first < 0 or count < 0 or first + count > entry.nbytes:
+            raise entry.file.error(f"no {count} bytes at element {first} of {entry.dtype}", tensor=name)
+        out = torch.empty(count, dtype=torch.uint8)
+        entry.file.bytes_into(entry.offset + first, out)
+        return out
+
     def _float_type(self, name: str) -> torch.dtype:
         entry = self._entries[name]
         if entry.dtype not in FLOATS:
@@ -245,16 +256,23 @@ def _config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is no Hugging Face model folder{_what_is_there(folder)}")
     config = normalise(read_json(path))
-    method = config.get("quantization_config")
-    name = method.get("quant_method", "?") if isinstance(method, dict) else "?"
-    if method and str(name).lower() not in QUANTISED:
+    name = quant_method(config)
+    if name is not None and name not in QUANTISED:
         raise UnsupportedModel(
-            f"{folder} is quantised ({str(name)[:100]}, quantization_config in config.json); folders with plain "
-            f"{', '.join(FLOATS)} weights load, {' and '.join(QUANTISED)} ones, and quantised models as GGUF",
+            f"{folder} is quantised ({name[:100]}, quantization_config in config.json); folders with plain "
+            f"{', '.join(FLOATS)} weights load, {', '.join(QUANTISED)} ones, and quantised models as GGUF",
             architecture=str(config.get("architectures", ""))[:100],
             supported=(*FLOATS, *QUANTISED),
         )
     return config
+
+
+def quant_method(config: dict[str, Any]) -> str | None:
+    """``quant_method`` of a config in small letters, ``"?"`` where it is not said; None for unquantised models."""
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    return str(given.get("quant_method", "?")).lower() if isinstance(given, dict) else "?"
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
@@ -301,9 +319,9 @@ def _equal(a: Entry, b: Entry) -> bool:
     return all(a.file.read(a.offset + at, n) == b.file.read(b.offset + at, n) for at, n in pieces)
 
 
-def _refuse_low_precision(folder: Path, entries: dict[str, Entry]) -> None:
+def _refuse_low_precision(folder: Path, entries: dict[str, Entry], known: tuple[str, ...]) -> None:
     for name, entry in entries.items():
-        if entry.dtype.startswith(_LOW):
+        if entry.dtype.startswith(_LOW) and entry.dtype not in known:
             raise UnsupportedModel(
                 f"{folder}: tensor {name!r} has the type {entry.dtype}; weights of {', '.join(FLOATS)} load",
                 supported=tuple(FLOATS),

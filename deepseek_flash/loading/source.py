@@ -14,10 +14,11 @@ from deepseek_flash.kernels.weights import PlainWeight, WeightFormat, dequantize
 from deepseek_flash.loading.checkpoint_quant import QuantisedFolder
 from deepseek_flash.loading.files import DataFile
 from deepseek_flash.loading.flash import MANIFEST, FlashFolder
+from deepseek_flash.loading.fp8 import Fp8Folder
 from deepseek_flash.loading.gguf import MAGIC, GGUFFile
 from deepseek_flash.loading.gguf_config import architecture_of, config_from_gguf, generation_config
 from deepseek_flash.loading.gguf_names import ROPE_FREQS, half_split, interleaved, to_hf
-from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder
+from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder, quant_method
 from deepseek_flash.quant.repack import FORMATS
 
 
@@ -184,4 +185,7 @@ def _open_folder(folder: Path) -> TensorSource:
         if files:
             raise ModelError(f"{folder} holds several GGUF files; give one: {', '.join(f.name for f in files[:20])}")
     opened = SafetensorsFolder(folder)
-    return QuantisedFolder(opened) if opened.config.get("quantization_config") else opened
+    method = quant_method(opened.config)
+    if method is None:
+        return opened
+    return Fp8Folder(opened) if method == "fp8" else QuantisedFolder(opened)

@@ -159,7 +159,10 @@ def _config(found: Findings, config: Mapping[str, Any]) -> None:
     found.layers = layers if type(layers) is int else None
     found.context_length = longest if type(longest) is int else None
     method = config.get("quantization_config")
-    if isinstance(method, dict):
+    if isinstance(method, dict) and method.get("weight_block_size"):
+        block = str(method["weight_block_size"])[:50]
+        found.quantisation = f"{str(method.get('quant_method'))[:50]}, blocks of {block}"
+    elif isinstance(method, dict):
         bits, group = method.get("bits", method.get("w_bit", "?")), method.get("group_size", "?")
         found.quantisation = f"{str(method.get('quant_method'))[:50]}, {bits} bits, groups of {group}"
 

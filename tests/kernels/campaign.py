@@ -257,7 +257,7 @@ def _stack(rng: random.Random, gen: torch.Generator) -> Trial:
         return [fn(x, weights, caches, cos, sin, _again(plan))]
 
     label = f"stack {form} {dtype} hidden {hidden} heads {heads}/{kv_heads} dim {dim} inner {inner} {lens}"
-    # Where activations or cached values are rounded, a last bit may turn a rounding, and some rows move by a step of it.
+    # Where activations or cached values are rounded, a last bit may turn a rounding: some rows move by a step of it.
     wrong = relative(1e-3) if form.kind != "group" and dtype == "float32" else mostly_apart
     return Trial(label, lambda c: run(c.decoder_stack), lambda: run(decoder_stack), wrong)
 

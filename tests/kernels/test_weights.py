@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_every_packer_writes_every_byte_in_any_pieces(form: WeightFormat) -> Non
             for cuts in ((0, n), (0, *range(16, n, 16), n)):
                 packed = alloc(form, n, k)
                 packed.data.fill_(0xAA)
-                for first, last in reversed(list(zip(cuts, cuts[1:], strict=False))):
+                for first, last in reversed(list(pairwise(cuts))):
                     packer(packed, first, plain.rows(slice(first, last)))
                 assert torch.equal(packed.data, want), (n, k, cuts)
 
@@ -208,8 +208,15 @@ def test_rows_that_are_no_whole_panels_are_refused(first: int, rows: int) -> Non
 
 @pytest.mark.parametrize(
     "fields",
-    [{"bits": 3}, {"bits": 5, "group": 16}, {"group": 48}, {"offset": "both"}, {"zero": 256}]
-    + [{"offset": "zeros", "super": True}, {"kind": "float64"}],
+    [
+        {"bits": 3},
+        {"bits": 5, "group": 16},
+        {"group": 48},
+        {"offset": "both"},
+        {"zero": 256},
+        {"offset": "zeros", "super": True},
+        {"kind": "float64"},
+    ],
 )
 def test_formats_that_do_not_exist_cannot_be_named(fields: dict[str, object]) -> None:
     with pytest.raises(InternalError, match="no weight format"):

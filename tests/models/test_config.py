@@ -57,7 +57,7 @@ def test_every_architecture_and_model_type_resolves() -> None:
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'"),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling rope_type='dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128"),

@@ -60,6 +60,7 @@ def _kind(name: str, folder: Path) -> Kind:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["llama fp32", "qwen3 bf16", "qwen2 q4_1", "llama q8_0 int8"])
 def test_a_request_is_the_same_in_every_mix(name: str, tmp_path: Path) -> None:
+    """Q09 too: the scales of an int8 cache stay with its values, through preemption and prefix hits."""
     kind, rng, new = _kind(name, tmp_path), random.Random(name), 20
     stems = [prompt(1000 + i, 300) for i in range(3)]
     pool = [[*rng.choice(stems)[: rng.choice((0, 16, 40, 290))], *prompt(i, rng.randint(1, 60))] for i in range(14)]

@@ -64,14 +64,14 @@ def test_the_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_run_is_shown_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 1, "max_position_embeddings": 4096}
-    config["quantization_config"] = {"quant_method": "fp8", "bits": 8, "group_size": 128}
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8", "bits": 8, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"w": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     found = as_json(capsys, str(tmp_path))
     assert found["runs"] is False
-    assert "fp8" in found["why_not"]
+    assert "fbgemm_fp8" in found["why_not"]
     assert (found["architecture"], found["context_length"]) == ("DeepseekV3ForCausalLM", 4096)
-    assert (found["quantisation"], found["parameters"]) == ("fp8, 8 bits, groups of 128", 16)
+    assert (found["quantisation"], found["parameters"]) == ("fbgemm_fp8, 8 bits, groups of 128", 16)
     one = as_json(capsys, str(tmp_path / "model.safetensors"))
     assert (one["kind"], one["types"]["F8_E4M3"]["count"]) == ("safetensors file", 1)
 
