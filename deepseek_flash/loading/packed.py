@@ -73,4 +73,4 @@ def _pieces(part: Part, source: TensorSource) -> Iterator[PlainWeight]:
             if source.weight_format(name) == part.format:
                 yield source.weight_rows(name, first, count)
             else:
-                yield encode(source.float_rows(name, first, count), part.format)
+                yield encode(source.float_rows(name, first, count), part.format, name)

@@ -1,7 +1,8 @@
 """Blocks of GGML tensor types as plain GroupQuant weights, without changing a value.
 
 ``kernels.weights.dequantize`` of the result equals ``quant.formats.dequantize`` of the same bytes, bit for bit. The
-layouts are drawn in ``quant.formats``.
+kernels compute d q + m with m = -d z where these compute d (q - z): their zeros may have the other sign. The layouts
+are drawn in ``quant.formats``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from deepseek_flash.errors import ConfigError
+from deepseek_flash.errors import ConfigError, FormatError
 from deepseek_flash.kernels.weights import WeightFormat, dequantize
 from deepseek_flash.loading.packed import parts_of
 from deepseek_flash.loading.source import open_source
@@ -44,6 +45,55 @@ def test_odd_rows_survive() -> None:
         assert torch.allclose(got[1], w[1], rtol=1e-2)
         assert abs(float(got[2, 3]) - 100) < 30
         assert torch.allclose(got[3:], w[3:], atol=0.05)
+
+
+BOTH = [format_of("int4"), format_of("int8")]
+
+
+@pytest.mark.parametrize("form", BOTH, ids=["int4", "int8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_refused(form: WeightFormat, bad: float) -> None:
+    w = torch.zeros(3, 64)
+    w[2, 40] = bad
+    with pytest.raises(FormatError, match=r"'some\.weight'.*infinite or not a number") as e:
+        encode(w, form, "some.weight")
+    assert e.value.tensor == "some.weight"
+
+
+@pytest.mark.parametrize("form", BOTH, ids=["int4", "int8"])
+def test_weights_beyond_fp16_scales_are_refused_and_those_below_are_kept(form: WeightFormat) -> None:
+    edge = 6.5e4 if form.bits == 4 else 8.3e6  # minima and scales of 65504
+    w = torch.linspace(-1, 1, 64).repeat(2, 1)
+    for size in (1e5, 3e38) if form.bits == 4 else (1e7, 3e38):
+        with pytest.raises(FormatError, match=f"beyond fp16 .65504. at {form.bits} bits"):
+            encode(size * w, form, "some.weight")
+    got = dequantize(encode(edge * w, form))
+    assert (got - edge * w).norm() < (0.05 if form.bits == 4 else 0.004) * (edge * w).norm()
+
+
+@pytest.mark.parametrize("form", BOTH, ids=["int4", "int8"])
+@pytest.mark.parametrize("size", [1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 0.0])
+def test_small_weights_lose_no_more_than_the_smallest_fp16_steps(form: WeightFormat, size: float) -> None:
+    """The error of rounding to steps is at most half a step: the one wanted, or the next fp16 one above."""
+    w = size * torch.randn(40, 128, generator=torch.Generator().manual_seed(3))
+    got = dequantize(encode(w, form))
+    rows = w.view(40, -1, 32)
+    step = (rows.amax(-1) - rows.amin(-1)) / 15 if form.bits == 4 else rows.abs().amax(-1) / 127
+    most = (step / 2 + 2.0**-24).unsqueeze(-1)  # and the minimum is rounded too
+    error = (got.view(40, -1, 32) - rows).square().mean(-1)
+    assert (error <= most.squeeze(-1).square()).all()
+    if size >= 1e-7:
+        assert (got - w).norm() < 0.4 * w.norm()
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_loading_names_the_tensor_that_cannot_be_quantised(name: str, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    content = load_file(folder / "model.safetensors")
+    content["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(content, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.down_proj\.weight.*not a number"):
+        open_engine(folder, quantize=name)
 
 
 def test_int4_keeps_embeddings_and_head_at_eight_bits(tmp_path: Path) -> None:
