@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -50,8 +49,10 @@ def machine() -> Iterator[tuple[str, str]]:
     """Versions, cores, threads, memory."""
     import torch
 
+    from deepseek_flash.kernels.cpu.processors import processors
+
     memory = host_memory()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = processors()
     yield "deepseek-flash", __version__
     yield "platform", platform.platform()
     yield "processor", platform.processor() or platform.machine()
@@ -65,6 +66,7 @@ def machine() -> Iterator[tuple[str, str]]:
 def kernels() -> Iterator[tuple[str, str]]:
     """Which implementation each op got here, and what is lost against the best there is."""
     from deepseek_flash.kernels.cpu import lib
+    from deepseek_flash.kernels.cpu.processors import processors
     from deepseek_flash.kernels.registry import select
 
     try:
@@ -83,6 +85,7 @@ def kernels() -> Iterator[tuple[str, str]]:
         yield "lost", f"native kernels: {lib.why_missing()}"
     else:
         yield "native library", f"{library.path}, {library.isa} in use, of {', '.join(library.isas)}"
+        yield "native threads", f"{processors()} (the engine option threads sets another number)"
     yield "not there", "GPU kernels: docs/limits.md"
 
 

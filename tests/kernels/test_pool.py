@@ -57,6 +57,37 @@ def test_more_threads_than_processors_or_work() -> None:
         assert torch.equal(Native(threads).packed_linear(x, layer), want)
 
 
+def test_a_quota_sets_how_many_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _layer()
+    monkeypatch.setattr("deepseek_flash.kernels.cpu.native.processors", lambda: 3)
+    assert Native().threads == 3
+    assert Native(5).threads == 5  # a wish is a wish
+    assert torch.equal(Native().packed_linear(x, layer), Native(1).packed_linear(x, layer))
+
+
+def test_threads_that_share_a_processor_do_not_wait_by_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they do is the pool's own answer; what they compute is the same."""
+    assert LIBRARY is not None
+    spins = LIBRARY.functions.flash_pool_processors
+    layer, x = _layer()
+    want = Native(1).packed_linear(x, layer)
+    for count, looking in ((2, 0), (3, 1), (64, 1)):
+        told: list[int] = []
+
+        def note(pool: int, processors: int, told: list[int] = told) -> int:
+            told.append(spins(pool, processors))
+            return told[-1]
+
+        monkeypatch.setattr("deepseek_flash.kernels.cpu.native.processors", lambda count=count: count)
+        monkeypatch.setattr(LIBRARY.functions, "flash_pool_processors", note)
+        native = Native(3)
+        for pause in (0.0, 0.003) * 10:
+            time.sleep(pause)
+            assert torch.equal(native.packed_linear(x, layer), want)
+        assert told == [looking]
+    assert spins(None, 4) == 0
+
+
 def test_sleeping_workers_are_woken_or_not_waited_for() -> None:
     layer, x = _layer()
     native = Native(3)

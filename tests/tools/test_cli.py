@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepseek_flash import __version__
 from deepseek_flash.config import ENVIRONMENT
 from deepseek_flash.errors import FlashError, ModelNotFound
+from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.tools import cli
 
 COMMANDS = ["pull", "demo", "chat", "generate", "convert", "inspect", "doctor"]
@@ -326,6 +329,15 @@ def test_doctor_tells_what_there_is(monkeypatch, capsys, tmp_path):
     for name, meaning in ENVIRONMENT.items():
         assert name in out
         assert meaning in out
+
+
+@pytest.mark.skipif(lib.load() is None, reason="no native kernels")
+def test_doctor_tells_the_kernels_threads_apart_from_torchs(monkeypatch, capsys):
+    monkeypatch.setattr("deepseek_flash.kernels.cpu.processors.processors", lambda: 77)
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"{torch.get_num_threads()} threads on 77 usable cores" in out
+    assert re.search(r"native threads +77 ", out)
 
 
 def test_doctor_reports_a_wrong_setting_instead_of_failing(monkeypatch, capsys):

@@ -114,6 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flash_pool_create": (c_void_p, (c_int32,)),
     "flash_pool_destroy": (None, (_P,)),
     "flash_pool_threads": (c_int32, (_P,)),
+    "flash_pool_processors": (c_int32, (_P, c_int32)),
     "flash_linear_bytes": (c_int64, (_P,)),
     "flash_linear_scratch": (c_int64, (_P, c_int64, c_int32)),
     "flash_linear_run": (c_int32, (_P, _P, _P, c_int64, c_int64, _P, c_int64, _P)),

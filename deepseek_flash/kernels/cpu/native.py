@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from deepseek_flash.errors import InternalError
 from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.kernels.cpu.packer import describe
+from deepseek_flash.kernels.cpu.processors import processors
 from deepseek_flash.kernels.op import Impl
 from deepseek_flash.kernels.ops.packed import PackedLinear
 from deepseek_flash.kernels.ops.stack import LayerCache, StackWeights
@@ -21,11 +21,6 @@ from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 from deepseek_flash.kernels.weights import PackedWeight
 
 _CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-
-
-def processors() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Native:
@@ -51,6 +46,7 @@ class Native:
                     self.threads = 1
                 else:
                     weakref.finalize(self, self._library.flash_pool_destroy, self._pool)
+                    self._library.flash_pool_processors(self._pool, processors())
         return self._library
 
     def scratch(self, size: int) -> int:

@@ -26,6 +26,9 @@ int32_t flash_use_isa(const char* name);
 void* flash_pool_create(int32_t threads);  // the calling thread counts; NULL when threads < 1 or none can be started
 void flash_pool_destroy(void* pool);
 int32_t flash_pool_threads(const void* pool);
+// How many processors the threads have, where a quota leaves fewer than the system shows. Threads wait by looking only
+// where each has one of its own: 1 if they do, else 0.
+int32_t flash_pool_processors(void* pool, int32_t processors);
 
 // ---- linear layers: linear.cpp; layouts are drawn there
 typedef struct flash_linear {

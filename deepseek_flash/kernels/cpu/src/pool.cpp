@@ -89,6 +89,10 @@ class Pool {
 
   int32_t threads() const { return threads_; }
   bool mine() const { return owner_ == process_id(); }
+  bool spin_on(int32_t processors) {
+    spin_.store(threads_ <= processors, std::memory_order_relaxed);
+    return spin_.load(std::memory_order_relaxed);
+  }
 
   void run(int64_t count, int64_t grain, Body body, void* context) {
     if (threads_ == 1 || count <= grain || !mine() || busy_.exchange(true, std::memory_order_acquire)) {
@@ -111,7 +115,7 @@ class Pool {
     }
     take_pieces(0);
     for (int spins = 0; left_.load(std::memory_order_acquire) > 0; ++spins) {
-      if (spin_ && spins < 4096) pause_briefly();
+      if (spins < 4096 && spin_.load(std::memory_order_relaxed)) pause_briefly();
       else std::this_thread::yield();
     }
     busy_.store(false, std::memory_order_release);
@@ -136,7 +140,7 @@ class Pool {
 
   // Until there is something to do.
   void wait() {
-    if (spin_) {
+    if (spin_.load(std::memory_order_relaxed)) {
       const auto until = std::chrono::steady_clock::now() + kSpin;
       do {
         for (int i = 0; i < 64; ++i) {
@@ -160,7 +164,7 @@ class Pool {
   }
 
   const int32_t threads_;
-  const bool spin_;
+  std::atomic<bool> spin_;  // whether to wait by looking: not when others need the processor to get on
   const int64_t owner_;
   std::thread* workers_ = nullptr;
   std::mutex mutex_;
@@ -203,3 +207,7 @@ FLASH_API void flash_pool_destroy(void* pool) {
 }
 
 FLASH_API int32_t flash_pool_threads(const void* pool) { return flash::threads_of(static_cast<const flash::Pool*>(pool)); }
+
+FLASH_API int32_t flash_pool_processors(void* pool, int32_t processors) {
+  return pool && static_cast<flash::Pool*>(pool)->spin_on(processors) ? 1 : 0;
+}
