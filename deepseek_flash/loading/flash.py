@@ -16,7 +16,7 @@ import ctypes
 import hashlib
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ PAD = "padding"
 """The tensor that ends every file: ``SPARE`` bytes that kernels may read behind the last weight."""
 ALIGN = 64
 PIECE_VALUES = 1 << 20
+PIECE_BYTES = 16 << 20
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors", flags=re.ASCII)
 _MAX_SIZE = 1 << 31
 
@@ -62,6 +63,14 @@ class Stored:
 def stored_bytes(form: WeightFormat, n: int, k: int) -> int:
     """Packed bytes rounded up, so that the next weight is aligned."""
     return -(-form.packed_bytes(n, k) // ALIGN) * ALIGN
+
+
+def digest_of(chunks: Iterable[bytes | memoryview]) -> str:
+    """The manifest's digest of a tensor's bytes, as they are in the file."""
+    digest = hashlib.blake2b(digest_size=16)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def format_to_json(form: WeightFormat) -> dict[str, Any]:
@@ -245,6 +254,25 @@ class FlashFolder:
 
     def float_rows(self, name: str, first: int, count: int) -> torch.Tensor:
         return dequantize(self.weight_rows(name, first, count))
+
+    def damaged(self) -> Iterator[str]:
+        """Tensors whose bytes are not those that were written. Reads all of them, which opening does not."""
+        digests = {
+            name: value.get("digest") for key in ("weights", "vectors") for name, value in self._section(key).items()
+        }
+        files: dict[str, list[str]] = {}
+        for name, entry in self._entries.items():
+            files.setdefault(entry.file.path.name, []).append(name)
+        for file, names in files.items():
+            data = _open_data(self.path / file)
+            try:
+                for name in sorted(names, key=lambda n: self._entries[n].offset):
+                    start, count = self._entries[name].offset, self._entries[name].nbytes
+                    steps = range(0, count, PIECE_BYTES)
+                    if digest_of(data.read(start + at, min(PIECE_BYTES, count - at)) for at in steps) != digests[name]:
+                        yield name
+            finally:
+                data.close()
 
     def fingerprint(self) -> bytes:
         """Digest of manifest, config, headers and samples of every tensor."""

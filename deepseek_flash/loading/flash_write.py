@@ -23,7 +23,17 @@ from deepseek_flash import __version__
 from deepseek_flash.errors import FormatError, ModelError
 from deepseek_flash.kernels.cpu.packer import best_packer
 from deepseek_flash.kernels.weights import SPARE
-from deepseek_flash.loading.flash import ALIGN, FORMAT, MANIFEST, PAD, VERSION, format_to_json, stored_bytes
+from deepseek_flash.loading.flash import (
+    ALIGN,
+    FORMAT,
+    MANIFEST,
+    PAD,
+    PIECE_BYTES,
+    VERSION,
+    digest_of,
+    format_to_json,
+    stored_bytes,
+)
 from deepseek_flash.loading.load import read_floats
 from deepseek_flash.loading.packed import Part, read_part
 from deepseek_flash.loading.rules import Rule
@@ -32,7 +42,6 @@ from deepseek_flash.loading.source import TensorSource
 SHARD_BYTES = 4 << 30
 """Most bytes of a file, unless one tensor is larger."""
 _PLAN, _JOURNAL, _LOCK = "plan.json", "journal.jsonl", "lock"
-_PIECE = 16 << 20
 
 Progress = Callable[[int], None]
 
@@ -262,21 +271,14 @@ def _holds(plan: FlashPlan, work: Path, name: str, digest: str) -> bool:
                     return False
                 with path.open("rb") as file:
                     file.seek(piece.offset)
-                    return _digest(_chunks(file, piece.nbytes)) == digest
+                    return digest_of(_chunks(file, piece.nbytes)) == digest
     return False
 
 
 def _chunks(file: IO[bytes], count: int) -> Iterator[bytes | memoryview]:
-    while count > 0 and (data := file.read(min(_PIECE, count))):
+    while count > 0 and (data := file.read(min(PIECE_BYTES, count))):
         count -= len(data)
         yield data
-
-
-def _digest(chunks: Iterator[bytes | memoryview]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _need_room(plan: FlashPlan, work: Path) -> None:
@@ -301,7 +303,7 @@ def _write_shard(
                 file.seek(piece.offset)
                 file.write(view)
                 file.flush()
-                done[piece.name] = _digest(iter((view, bytes(piece.nbytes - view.nbytes))))
+                done[piece.name] = digest_of((view, bytes(piece.nbytes - view.nbytes)))
                 journal.write(json.dumps([piece.name, done[piece.name]]) + "\n")
                 journal.flush()
             progress(piece.nbytes)

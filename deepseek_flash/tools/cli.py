@@ -119,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", help=f"{MODEL_HELP}, or one .safetensors file")
     inspect.add_argument("--json", action="store_true", help="for programs")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--verify", action="store_true", help="read a flash folder's tensors, compare their digests")
 
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
     return top

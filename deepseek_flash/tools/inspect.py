@@ -1,4 +1,7 @@
-"""``deepseek-flash inspect``: what a model's files hold, whether or not this version runs it. Reads headers only."""
+"""``deepseek-flash inspect``: what a model's files hold, whether or not this version runs it.
+
+Reads headers only, but for ``--verify``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepseek_flash.errors import FlashError, ModelError, UnsupportedModel
+from deepseek_flash.errors import FlashError, FormatError, ModelError, UnsupportedModel
 from deepseek_flash.memory.report import human
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class Findings:
     vocabulary: int | None = None
     chat_template: bool = False
     fingerprint: str | None = None
+    verified: int | None = None
+    """Tensors that were read and are as they were written, when that was asked for."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
     """By stored type: ``count``, ``bytes`` and ``share`` of all bytes."""
 
@@ -62,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
     """Print a table, or JSON."""
     from deepseek_flash.loading.locate import locate
 
-    found = examine(locate(options.model))
+    path = locate(options.model)
+    found = examine(path)
+    if options.verify:
+        found.verified = verify(path)
     if options.json:
         print(json.dumps(found.plain(options.tensors), indent=1))
     else:
@@ -93,6 +101,24 @@ def examine(path: Path) -> Findings:
     except UnsupportedModel as e:
         found.why_not = str(e)
     return found
+
+
+def verify(path: Path) -> int:
+    """How many tensors a flash folder has, all as they were written; FormatError names those that are not."""
+    from deepseek_flash.loading.flash import MANIFEST, FlashFolder
+
+    if not (path / MANIFEST).is_file():
+        raise ModelError(f"{path} holds no digests to compare with: only flash folders do (deepseek-flash convert)")
+    with FlashFolder(path) as flash:
+        damaged = list(flash.damaged())
+        if damaged:
+            raise FormatError(
+                f"{path}: {len(damaged)} of {len(flash.names())} tensors are not as they were written: "
+                f"{', '.join(name[:200] for name in damaged[:8])}{' …' if len(damaged) > 8 else ''}; convert again",
+                file=str(path),
+                tensor=damaged[0],
+            )
+        return len(flash.names())
 
 
 def _stored(path: Path) -> tuple[str, list[Tensor], Mapping[str, Any]]:
@@ -239,6 +265,8 @@ def _show(found: Findings, tensors: bool) -> None:
         "chat template": "yes" if found.chat_template else "no",
         "fingerprint": found.fingerprint or "none",
     }
+    if found.verified is not None:
+        rows["verified"] = f"all {found.verified:,} tensors are as they were written"
     console.print(Text(found.path, style="bold"))
     for name, value in rows.items():
         console.print(Text(f"  {name:<13}  {value}"))

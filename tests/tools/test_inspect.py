@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from deepseek_flash.errors import FormatError, ModelError
+from deepseek_flash.loading.flash import FlashFolder
 from deepseek_flash.tools import cli
 from deepseek_flash.tools.convert import convert
-from deepseek_flash.tools.inspect import examine
+from deepseek_flash.tools.inspect import examine, verify
 from tests.support.checkpoints import tiny_gguf
 
 VALUES = 2 * 320 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96) + 5 * 64
@@ -74,6 +75,54 @@ def test_what_does_not_run_is_shown_with_the_reason(tmp_path: Path, capsys: pyte
     assert (found["quantisation"], found["parameters"]) == ("fbgemm_fp8, 8 bits, groups of 128", 16)
     one = as_json(capsys, str(tmp_path / "model.safetensors"))
     assert (one["kind"], one["types"]["F8_E4M3"]["count"]) == ("safetensors file", 1)
+
+
+def test_verify_reads_every_tensor_and_names_the_damaged(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of each tensor in turn; opening sees none of them."""
+    folder = convert(tiny, tmp_path / "flash", bar=False)
+    found = as_json(capsys, str(folder), "--verify")
+    assert found["verified"] == len(as_json(capsys, str(folder), "--tensors")["tensors"])
+    assert as_json(capsys, str(folder))["verified"] is None
+    assert cli.main(["inspect", str(folder), "--verify"]) == 0
+    assert f"all {found['verified']} tensors are as they were written" in capsys.readouterr().out
+    path = folder / "model.safetensors"
+    good = path.read_bytes()
+    with FlashFolder(folder) as flash:
+        places = {name: (e.offset, e.nbytes) for name, e in flash._entries.items()}
+    for name, (offset, nbytes) in places.items():
+        data = bytearray(good)
+        data[offset + nbytes // 3] ^= 4
+        path.write_bytes(data)
+        assert examine(folder).runs
+        with pytest.raises(FormatError, match=f"1 of {len(places)} tensors are not as they were written: {name};"):
+            verify(folder)
+    data = bytearray(good)
+    for offset, _ in places.values():
+        data[offset] ^= 1
+    path.write_bytes(data)
+    assert cli.main(["inspect", str(folder), "--verify"]) == 2
+    said = capsys.readouterr()
+    assert f"{len(places)} of {len(places)} tensors" in said.err
+    assert said.out == ""
+    path.write_bytes(good[:-1])
+    assert cli.main(["inspect", str(folder), "--verify"]) == 2
+
+
+def test_digests_that_are_not_there_are_no_match(tiny: Path, tmp_path: Path) -> None:
+    folder = convert(tiny, tmp_path / "flash", bar=False)
+    manifest = json.loads((folder / "flash.json").read_text())
+    del manifest["vectors"]["norm.weight"]["digest"]
+    manifest["weights"]["head.weight.0"]["digest"] = 7
+    (folder / "flash.json").write_text(json.dumps(manifest))
+    with pytest.raises(FormatError, match=r"2 of .*(head\.weight\.0.*norm\.weight|norm\.weight.*head\.weight\.0)"):
+        verify(folder)
+
+
+def test_other_models_have_nothing_to_verify(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tiny), "--verify"]) == 2
+    assert "holds no digests to compare with" in capsys.readouterr().err
 
 
 def test_what_holds_no_model_is_an_error(tmp_path: Path) -> None:
