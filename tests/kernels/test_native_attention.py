@@ -202,3 +202,25 @@ def test_values_beyond_a_type_are_rounded_as_torch_rounds_them() -> None:
             one, none = torch.ones(1, 1, 16), torch.zeros(1, 1, 16)
             Native(1).rope_and_cache_write(qkv[:, :2], qkv[:, 2:], one, none, *cache, plan)
             assert torch.equal(cache[1].view(16), x.to(dtype)), (isa, dtype)
+
+
+def test_a_value_that_is_no_number_reaches_no_other_sequence_and_no_finished_tile() -> None:
+    """Within its tile of 64 it reaches earlier rows of the same call: zero times infinity, as in torch's own attention,
+    where it reaches all of them."""
+    lens = [(100, 100), (300, 300), (1, 40)]
+    q, k, v, plan, scale = _case((2, 2, 16, 16), "float32", lens)
+    assert isinstance(v, torch.Tensor)
+    clean = Native(2).paged_attention(q, k, v, plan, scale)
+    for bad in (float("inf"), float("nan")):
+        broken = v.clone()
+        broken[plan.block_table[1, 270 // 16], 270 % 16, 0, 3] = bad
+        out = Native(2).paged_attention(q, k, broken, plan, scale)
+        first = 100 + 256  # the tile of position 270 begins at 256
+        assert torch.isnan(out[100 + 270 : 400, 0, 3]).all() or torch.isinf(out[100 + 270 : 400, 0, 3]).all()
+        assert torch.equal(out[:first], clean[:first])
+        assert torch.equal(out[400:], clean[400:])
+        assert torch.equal(out[:, 1], clean[:, 1])
+        heads = torch.randn(3, 1, 2, 300, 16, generator=torch.Generator().manual_seed(1))
+        heads[2, 0, 0, 270, 3] = bad
+        theirs = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        assert not torch.isfinite(theirs[0, 0, :, 3]).any()
