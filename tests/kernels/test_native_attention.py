@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from deepseek_flash.errors import InternalError
 from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.kernels.cpu.native import Native
 from deepseek_flash.kernels.ops.attention import paged_attention, paged_case
 from deepseek_flash.kernels.ops.cache import rope_and_cache_write
 from deepseek_flash.kernels.ops.rope import tables
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
-from tests.kernels.paged import DTYPES, lying, stored
+from tests.kernels.paged import DTYPES, copied, lying, stored
 
 LIBRARY = lib.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native kernels: {lib.why_missing()}")
@@ -205,14 +206,14 @@ def test_values_beyond_a_type_are_rounded_as_torch_rounds_them() -> None:
 
 
 def test_a_value_that_is_no_number_reaches_no_other_sequence_and_no_finished_tile() -> None:
-    """Within its tile of 64 it reaches earlier rows of the same call: zero times infinity, as in torch's own attention,
-    where it reaches all of them."""
+    """Within its tile of 64 it reaches earlier rows of the same call: zero times infinity."""
     lens = [(100, 100), (300, 300), (1, 40)]
     q, k, v, plan, scale = _case((2, 2, 16, 16), "float32", lens)
     assert isinstance(v, torch.Tensor)
     clean = Native(2).paged_attention(q, k, v, plan, scale)
     for bad in (float("inf"), float("nan")):
-        broken = v.clone()
+        broken = copied(v)
+        assert isinstance(broken, torch.Tensor)
         broken[plan.block_table[1, 270 // 16], 270 % 16, 0, 3] = bad
         out = Native(2).paged_attention(q, k, broken, plan, scale)
         first = 100 + 256  # the tile of position 270 begins at 256
@@ -220,7 +221,18 @@ def test_a_value_that_is_no_number_reaches_no_other_sequence_and_no_finished_til
         assert torch.equal(out[:first], clean[:first])
         assert torch.equal(out[400:], clean[400:])
         assert torch.equal(out[:, 1], clean[:, 1])
-        heads = torch.randn(3, 1, 2, 300, 16, generator=torch.Generator().manual_seed(1))
-        heads[2, 0, 0, 270, 3] = bad
-        theirs = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        assert not torch.isfinite(theirs[0, 0, :, 3]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_caches_of_two_layouts_are_refused(dtype: str) -> None:
+    """One description serves keys and values: blocks as far apart, of the same sizes."""
+    q, k, v, plan, scale = _case((2, 2, 16, 16), dtype, [(3, 20)])
+    others: list[Cache] = []
+    if isinstance(v, QuantCache):
+        apart = torch.zeros(v.scales.shape[0], v.scales.shape[1] + 1, *v.scales.shape[2:]).half()
+        others = [QuantCache(v.values, apart[:, :-1]), QuantCache(v.values[:, :8], v.scales), v.values]
+    else:
+        others = [v.contiguous(), v[:, :, :1], v.half()]
+    for other in others:
+        with pytest.raises(InternalError, match="cached alike"):
+            Native(1).paged_attention(q, k, other, plan, scale)
