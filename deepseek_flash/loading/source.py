@@ -39,7 +39,7 @@ class TensorSource(Protocol):
         """The stored type's name: ``"BF16"``, ``"Q4_K"``, …"""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Float types as stored, quantised ones decoded to fp32; the caller owns the memory."""
+        """Float types as stored, quantised ones decoded to fp32 (FP8 to bf16); the caller owns the memory."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """The same values into the contiguous ``out``, of that shape and any float type, in little memory beside."""

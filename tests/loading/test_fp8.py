@@ -67,9 +67,10 @@ def make(
         if not name.endswith("_proj.weight"):
             continue
         stored[name], scale = quantise(w.float(), block, powers)
+        scale = scale.bfloat16() if scales == "BF16" else scale
         plain[name] = torch.empty(w.shape, dtype=torch.bfloat16)
         for i, j, rows, columns in blocks(w, block):
-            plain[name][rows, columns] = (stored[name][rows, columns].float() * scale[i, j]).bfloat16()
+            plain[name][rows, columns] = (stored[name][rows, columns].float() * scale[i, j].float()).bfloat16()
         if scales in ("F8_E8M0", "U8"):
             byte = (torch.log2(scale) + 127).to(torch.uint8)
             scale = byte.view(torch.float8_e8m0fnu) if scales == "F8_E8M0" else byte
@@ -93,6 +94,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CASES: dict[str, dict[str, Any]] = {
     "F32": {},
+    "BF16": {"scales": "BF16", "modules_to_not_convert": ["lm_head"]},
     "small blocks": {"block": (16, 48)},
     "one scale a matrix": {"block": (1000, 1000)},
     "powers of two in F32": {"powers": True, "scale_fmt": "ue8m0"},
