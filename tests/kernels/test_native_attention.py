@@ -224,15 +224,21 @@ def test_a_value_that_is_no_number_reaches_no_other_sequence_and_no_finished_til
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_caches_of_two_layouts_are_refused(dtype: str) -> None:
-    """One description serves keys and values: blocks as far apart, of the same sizes."""
+def test_keys_and_values_of_other_shapes_or_types_are_refused(dtype: str) -> None:
     q, k, v, plan, scale = _case((2, 2, 16, 16), dtype, [(3, 20)])
     others: list[Cache] = []
     if isinstance(v, QuantCache):
-        apart = torch.zeros(v.scales.shape[0], v.scales.shape[1] + 1, *v.scales.shape[2:]).half()
-        others = [QuantCache(v.values, apart[:, :-1]), QuantCache(v.values[:, :8], v.scales), v.values]
+        others = [QuantCache(v.values, v.scales[:, :8]), QuantCache(v.values[:, :8], v.scales), v.values]
     else:
-        others = [v.contiguous(), v[:, :, :1], v.half()]
+        others = [v[:, :, :1], v.half()]
     for other in others:
         with pytest.raises(InternalError, match="cached alike"):
             Native(1).paged_attention(q, k, other, plan, scale)
+
+
+def test_orders_that_the_kernels_do_not_know_are_refused() -> None:
+    """Keys turned in blocks of five; values turned."""
+    for bs, orders in ((5, ("turned", "rows")), (16, ("turned", "turned"))):
+        q, k, v, plan, scale = _case((2, 2, 16, bs), "float16", [(3, 20)])
+        with pytest.raises(InternalError):
+            Native(1).paged_attention(q, lying(k, orders[0]), lying(v, orders[1]), plan, scale)
