@@ -85,7 +85,7 @@ class KVStore:
         size = self.spec.block_size
         views: dict[tuple[int, int, str], torch.Tensor] = {}
         for i, g in enumerate(self.spec.groups):
-            blocks, rows = self.capacity[i], g.rows_per_block(size)
+            rows = g.rows_per_block(size)
             for f, offset in zip(g.fields, g.field_offsets(size), strict=True):
                 if (i, f.layer, f.name) in views:
                     raise InternalError(f"cache group {g.name!r} has field {f.name!r} of layer {f.layer} twice")

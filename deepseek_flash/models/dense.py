@@ -55,7 +55,9 @@ class DenseInfo(ModelInfo):
         orders: tuple[tuple[str, Order], ...] = (("k", "rows"), ("v", "rows"))
         if turned and block_size % TURNED_SLOTS == 0:
             orders = (("k", "turned"), ("v", "heads"))
-        fields = [f for i in range(self.num_layers) for name, order in orders for f in self._fields(name, order, i, dtype)]
+        fields = [
+            f for i in range(self.num_layers) for name, order in orders for f in self._fields(name, order, i, dtype)
+        ]
         return CacheSpec(block_size, (Group("kv", "rows", tuple(fields)),))
 
     def _fields(self, name: str, order: Order, layer: int, dtype: str) -> list[Field]:

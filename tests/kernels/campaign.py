@@ -32,7 +32,7 @@ from deepseek_flash.kernels.ops.sample import argmax
 from deepseek_flash.kernels.ops.stack import LayerWeights, StackWeights, decoder_stack
 from deepseek_flash.kernels.plan import AttentionPlan, Cache
 from deepseek_flash.kernels.weights import WeightFormat
-from tests.kernels.paged import DTYPES, copied, random_cache, random_plan, stored, tensors_of
+from tests.kernels.paged import DTYPES, copied, pair, random_cache, random_plan, stored, tensors_of
 
 Run = Callable[[Native], list[torch.Tensor]]
 
@@ -129,10 +129,11 @@ def _attention(rng: random.Random, gen: torch.Generator) -> Trial:
         new = rng.choice((1, 1, rng.randint(1, min(context, 5)), rng.randint(1, min(context, 90))))
         lens.append((new, context))
     plan, used = random_plan(rng, lens, block_size, share=rng.random() < 0.5)
-    k, v = (random_cache(gen, used, kv_heads, dim, dtype) for _ in range(2))
+    turned = block_size % 16 == 0 and rng.random() < 0.6
+    k, v = pair(*(random_cache(gen, used, kv_heads, dim, dtype) for _ in range(2)), turned)
     q = torch.randn(plan.cu_q[-1], heads, dim, generator=gen) * rng.choice((1.0, 1.0, 5.0))
     scale = dim**-0.5
-    label = f"attention {dtype} heads {heads}/{kv_heads} dim {dim} block {block_size} {lens}"
+    label = f"attention {dtype} heads {heads}/{kv_heads} dim {dim} block {block_size}{' turned' * turned} {lens}"
     return Trial(
         label,
         lambda c: [c.paged_attention(q, k, v, _again(plan), scale)],
@@ -160,10 +161,12 @@ def _rope(rng: random.Random, gen: torch.Generator) -> Trial:
     if rng.random() < 0.3:
         v = v.clone()
     cos, sin = tables(gen, tokens, rot)
-    blank = stored(torch.zeros(blocks, block_size, kv_heads, dim), dtype)
+    zeros = stored(torch.zeros(blocks, block_size, kv_heads, dim), dtype)
+    turned = block_size % 16 == 0 and rng.random() < 0.6
+    blank = pair(zeros, zeros, turned)
 
     def run(fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        caches = copied(blank), copied(blank)
+        caches = copied(blank[0]), copied(blank[1])
         q = fn(qk, v, cos, sin, *caches, _again(plan))
         return [q, *tensors_of(caches[0]), *tensors_of(caches[1])]
 
@@ -174,7 +177,7 @@ def _rope(rng: random.Random, gen: torch.Generator) -> Trial:
         loose = {torch.float32: 2e-6, torch.float16: 1.1e-3, torch.bfloat16: 9e-3}[got.dtype]
         return not torch.allclose(got.float(), want.float(), rtol=loose, atol=1e-6)
 
-    label = f"rope {dtype} heads {heads}/{kv_heads} dim {dim} rot {rot} block {block_size} tokens {tokens}"
+    label = f"rope {dtype} heads {heads}/{kv_heads} dim {dim} rot {rot} block {block_size}{' turned' * turned} tokens {tokens}"
     return Trial(label, lambda c: run(c.rope_and_cache_write), lambda: run(rope_and_cache_write), wrong)
 
 
@@ -248,7 +251,8 @@ def _stack(rng: random.Random, gen: torch.Generator) -> Trial:
     contexts = [rng.choice((rng.randint(1, 30), rng.randint(1, 300))) for _ in range(rng.choice((1, 2, 4)))]
     lens = [(rng.choice((1, rng.randint(1, min(c, 40)))), c) for c in contexts]
     plan, used = random_plan(rng, lens, block_size, share=False)
-    blank = [tuple(random_cache(gen, used, kv_heads, dim, dtype) for _ in range(2)) for _ in layers]
+    turned = block_size % 16 == 0 and rng.random() < 0.6
+    blank = [pair(*(random_cache(gen, used, kv_heads, dim, dtype) for _ in range(2)), turned) for _ in layers]
     x = torch.randn(plan.cu_q[-1], hidden, generator=gen)
     cos, sin = tables(gen, len(x), dim)
 

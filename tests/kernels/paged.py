@@ -40,13 +40,20 @@ def _lying(rows: torch.Tensor, order: Order) -> torch.Tensor:
     return KVStore(spec, (blocks,), "cpu").view(0, 0, "x").copy_(rows)
 
 
+def pair(k: Cache, v: Cache, turned: bool) -> tuple[Cache, Cache]:
+    """Keys and values, in the order that the native kernels read fastest or as they are."""
+    return (lying(k, "turned"), lying(v, "heads")) if turned else (k, v)
+
+
 def copied(cache: Cache) -> Cache:
     """One that may be written to, its blocks as far apart as before."""
     if isinstance(cache, QuantCache):
-        return QuantCache(cache.values.clone(), cache.scales.clone())
-    base = cache._base
-    assert base is not None
-    return base.clone().as_strided(cache.shape, cache.stride(), cache.storage_offset())
+        return QuantCache(_copied(cache.values), _copied(cache.scales))
+    return _copied(cache)
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype).copy_(rows)
 
 
 def tensors_of(cache: Cache) -> list[torch.Tensor]:

@@ -54,9 +54,7 @@ def _only(plan: AttentionPlan, s: int, first: int, last: int) -> AttentionPlan:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "turned"), LAYOUTS)
-def test_equals_reference_on_every_instruction_set(
-    shape: tuple[int, int, int, int], turned: bool, dtype: str
-) -> None:
+def test_equals_reference_on_every_instruction_set(shape: tuple[int, int, int, int], turned: bool, dtype: str) -> None:
     q, k, v, plan, scale = _case(shape, dtype, LENS, turned)
     want = paged_attention(q, k, v, plan, scale)
     assert LIBRARY is not None

@@ -75,7 +75,9 @@ def test_orders_of_a_block_are_the_same_rows_elsewhere() -> None:
         part = flat[:, offset // 4 : offset // 4 + 40]
         assert torch.equal(part, want[f.name].reshape(3, 40)), f.name
         assert torch.equal(store.view(0, 0, f.name), rows), f.name
-    digests = {CacheSpec(4, (Group("kv", "rows", (Field("k", 0, (2, 5), "float32", f.order),)),)).digest() for f in fields}
+    digests = {
+        CacheSpec(4, (Group("kv", "rows", (Field("k", 0, (2, 5), "float32", f.order),)),)).digest() for f in fields
+    }
     assert len(digests) == 3, "a cache written in one order must not be read in another"
 
 

@@ -275,11 +275,7 @@ def _cache(k: Cache, v: Cache) -> Any:
         out.k_scale, out.v_scale, out.kv_group = k.scales.data_ptr(), v.scales.data_ptr(), k.group
         out.k_scale_at, out.v_scale_at = _strides(k.scales), _strides(v.scales)
         return out
-    if (
-        not isinstance(k, torch.Tensor)
-        or not isinstance(v, torch.Tensor)
-        or (k.dtype, k.shape) != (v.dtype, v.shape)
-    ):
+    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or (k.dtype, k.shape) != (v.dtype, v.shape):
         raise InternalError("keys and values must be cached alike")
     return lib.FlashCache(
         k=k.data_ptr(),

@@ -10,9 +10,8 @@ from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
 from deepseek_flash.kernels.ops.rope import rope, tables
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 
-
 TURNED_SLOTS = 16
-"""Keys may lie turned ([kv heads, D, block_size], seen as [blocks, block_size, kv heads, D]) in blocks of a multiple."""
+"""In blocks of a multiple of this, keys may lie turned: [kv heads, D, block_size], seen as any other cache."""
 
 
 def cache_write(rows: torch.Tensor, cache: Cache, plan: AttentionPlan) -> None:
