@@ -177,7 +177,8 @@ def _rope(rng: random.Random, gen: torch.Generator) -> Trial:
         loose = {torch.float32: 2e-6, torch.float16: 1.1e-3, torch.bfloat16: 9e-3}[got.dtype]
         return not torch.allclose(got.float(), want.float(), rtol=loose, atol=1e-6)
 
-    label = f"rope {dtype} heads {heads}/{kv_heads} dim {dim} rot {rot} block {block_size}{' turned' * turned} tokens {tokens}"
+    where = f"block {block_size}{' turned' * turned}"
+    label = f"rope {dtype} heads {heads}/{kv_heads} dim {dim} rot {rot} {where} tokens {tokens}"
     return Trial(label, lambda c: run(c.rope_and_cache_write), lambda: run(rope_and_cache_write), wrong)
 
 
