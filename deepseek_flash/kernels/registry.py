@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from deepseek_flash.errors import ConfigError
 from deepseek_flash.kernels.op import Case, Cost, Impl, Op
 from deepseek_flash.kernels.ops.packed import PackedLinear
+from deepseek_flash.kernels.ops.sample import Choice
 from deepseek_flash.kernels.ops.stack import LayerCache, StackWeights
 from deepseek_flash.kernels.plan import AttentionPlan, Cache
 from deepseek_flash.kernels.weights import PackedWeight
@@ -32,6 +33,7 @@ OPS: dict[str, str] = {
     "rope_and_cache_write": "ops.cache:ROPE_AND_CACHE_WRITE",
     "paged_attention": "ops.attention:PAGED_ATTENTION",
     "argmax": "ops.sample:ARGMAX",
+    "sample": "ops.sample:SAMPLE",
     "bind_packed": "ops.packed:BIND_PACKED",
     "packed_linear": "ops.packed:PACKED_LINEAR",
     "packed_rows": "ops.packed:PACKED_ROWS",
@@ -53,6 +55,7 @@ IMPLS: dict[str, dict[str, tuple[str, ...]]] = {
         "rope_and_cache_write": ("cpu.native:ROPE_AND_CACHE_WRITE", "cpu.paged:ROPE_AND_CACHE_WRITE"),
         "paged_attention": ("cpu.native:PAGED_ATTENTION", "cpu.attention:PAGED_ATTENTION"),
         "argmax": ("cpu.native:ARGMAX",),
+        "sample": ("cpu.native:SAMPLE",),
         "bind_packed": ("cpu.native:BIND_PACKED",),
         "packed_linear": ("cpu.native:PACKED_LINEAR",),
         "packed_rows": ("cpu.native:PACKED_ROWS",),
@@ -85,6 +88,7 @@ class Kernels:
     rope_and_cache_write: Callable[..., torch.Tensor]
     paged_attention: Callable[[torch.Tensor, Cache, Cache, AttentionPlan, float], torch.Tensor]
     argmax: Callable[[torch.Tensor], torch.Tensor]
+    sample: Callable[[torch.Tensor, Sequence[Choice]], torch.Tensor]
     bind_packed: Callable[[tuple[PackedWeight, ...], torch.Tensor | None], PackedLinear]
     packed_linear: Callable[[torch.Tensor, PackedLinear], torch.Tensor]
     packed_rows: Callable[[PackedLinear, torch.Tensor], torch.Tensor]

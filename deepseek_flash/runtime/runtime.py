@@ -132,7 +132,7 @@ class FlashRuntime:
         )
         self.tenant = GenerationTenant(
             self.scheduler,
-            Runner(self.model, self.store, Sampler(vocabulary, self.kernels.argmax), "cpu"),
+            Runner(self.model, self.store, Sampler(vocabulary, self.kernels.argmax, self.kernels.sample), "cpu"),
             self.tokenizer.incremental,
             self.metrics,
             salt=config.cache_salt.encode(),

@@ -1,7 +1,6 @@
 """Logits rows → tokens. Every row is computed alone, so neighbours never change a result.
 
-Order (docs/sampling.md has the formulas): repetition, frequency and presence penalties, logit_bias,
-forbidden ids, temperature, top_k, top_p, min_p, draw.
+Requests' parameters become the choices of the ``sample`` op; rows that are plainly greedy share one ``argmax``.
 """
 
 from __future__ import annotations
@@ -13,17 +12,12 @@ import torch
 from torch import Tensor
 
 from deepseek_flash.errors import InternalError
-from deepseek_flash.kernels.ops.sample import ARGMAX
+from deepseek_flash.kernels.ops.sample import ARGMAX, SAMPLE, Choice, largest
 from deepseek_flash.sampling.params import ResolvedSampling
 from deepseek_flash.sampling.rng import uniform
 
 # json.dumps(allow_nan=False) must accept every reported log-probability.
 LOWEST_LOGPROB = float(torch.finfo(torch.float32).min)
-# Below this a division in fp32 would meet zero; the distribution is one-hot long before.
-_LOWEST_TEMPERATURE = 1e-30
-# Candidates looked at before top_p sorts a whole vocabulary: nearly always enough, and 20 times cheaper.
-_NUCLEUS_GUESSES = (256, 4096)
-_NOTHING = float("-inf")
 
 
 class History:
@@ -46,16 +40,16 @@ class History:
                 self._output[token] = self._output.get(token, 0) + 1
         self._at = len(tokens)
 
-    def seen(self, x: Tensor) -> Tensor:
-        """int64: the ids in prompt and output that have a logit in ``x``."""
+    def seen(self, n: int) -> Tensor:
+        """int64: the ids in prompt and output that are below ``n``."""
         if self._seen_ids is None:
-            self._seen_ids = _inside(self._seen, x)
+            self._seen_ids = _inside(self._seen, n)
         return self._seen_ids
 
-    def output(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def output(self) -> tuple[Tensor, Tensor]:
         """The ids in the output, int64, and how often each occurs, fp64. They were sampled, so all have a logit."""
-        ids = torch.tensor(list(self._output), dtype=torch.int64, device=x.device)
-        return ids, torch.tensor(list(self._output.values()), dtype=torch.float64, device=x.device)
+        ids = torch.tensor(list(self._output), dtype=torch.int64)
+        return ids, torch.tensor(list(self._output.values()), dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +94,16 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses tokens with ids below ``vocab_limit``; holds no state between calls. ``argmax``: the op, implemented."""
+    """Chooses tokens with ids below ``vocab_limit``; holds no state between calls. ``argmax``, ``sample``: the ops,
+    implemented."""
 
-    def __init__(self, vocab_limit: int, argmax: Callable[[Tensor], Tensor] = ARGMAX.reference) -> None:
-        self.vocab_limit, self._argmax = vocab_limit, argmax
+    def __init__(
+        self,
+        vocab_limit: int,
+        argmax: Callable[[Tensor], Tensor] = ARGMAX.reference,
+        sample: Callable[[Tensor, Sequence[Choice]], Tensor] = SAMPLE.reference,
+    ) -> None:
+        self.vocab_limit, self._argmax, self._sample = vocab_limit, argmax, sample
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | InternalError]:
         """One result a row, in order; ``logits`` [rows, vocab] fp32 are not changed.
@@ -114,15 +114,15 @@ class Sampler:
             raise InternalError(f"{len(rows)} rows to sample, but logits of shape {tuple(logits.shape)}")
         allowed = logits[:, : self.vocab_limit]
         greedy = [i for i, row in enumerate(rows) if row.plainly_greedy]
-        best: dict[int, int | None] = {}
-        if greedy:
-            block = allowed if len(greedy) == len(rows) else allowed[greedy]
-            ids = self._argmax(block).tolist()
-            best = {i: None if t < 0 else t for i, t in zip(greedy, ids, strict=True)}
+        others = [i for i, row in enumerate(rows) if not row.plainly_greedy]
+        tokens = dict(zip(greedy, self._argmax(_some(allowed, greedy)).tolist(), strict=True)) if greedy else {}
+        if others:
+            choices = [choice_of(rows[i], allowed.shape[1]) for i in others]
+            tokens |= zip(others, self._sample(_some(allowed, others), choices).tolist(), strict=True)
         out: list[Sampled | InternalError] = []
         for i, row in enumerate(rows):
-            token = best[i] if i in best else choose(allowed[i], row)
-            if token is None:
+            token = tokens[i]
+            if token < 0:
                 out.append(InternalError(f"the model's logits for token {len(row.tokens)} hold no usable number"))
                 continue
             try:
@@ -135,102 +135,37 @@ class Sampler:
         return None if top is None else raw_logprobs(logits, token, top, self.vocab_limit)
 
 
-def choose(logits: Tensor, row: SampleRow) -> int | None:
-    """The token for one row of logits [vocab] fp32, or None if no id has a usable number."""
+def _some(logits: Tensor, rows: list[int]) -> Tensor:
+    return logits if len(rows) == logits.shape[0] else logits[rows]
+
+
+def choice_of(row: SampleRow, n: int) -> Choice:
+    """What the sample op is to do with a row of ``n`` logits."""
     params = row.params
-    x = shape(logits, row)
-    best = int(x.argmax())
-    if not torch.isfinite(x[best]):
-        return None
-    if params.temperature == 0.0:
-        return best
-    ids, weights = candidates(x, params)
-    cumulative = weights.cumsum(0, dtype=torch.float64)
-    u = uniform(params.seed, row.choice, len(row.tokens))
-    at = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    if at == len(cumulative):  # u * total rounded up to total
-        at = int(weights.nonzero()[-1])
-    return at if ids is None else int(ids[at])
-
-
-def shape(logits: Tensor, row: SampleRow) -> Tensor:
-    """Logits [vocab] after penalties, biases and forbidden ids: a new tensor, unless nothing changes.
-
-    Repetition as in arXiv 1909.05858: seen in prompt or output, x / r if x > 0 else x * r.
-    Frequency and presence as OpenAI publishes them: x - count * frequency - (count > 0) * presence,
-    counted over the output only.
-    """
-    params = row.params
-    if not params.shapes_logits and not row.may_not_end:
-        return logits
-    x = logits.clone()
-    penalised = bool(params.frequency_penalty or params.presence_penalty)
-    if params.repetition_penalty != 1.0 or penalised:
+    repeats, counts = params.repetition_penalty != 1.0, bool(params.frequency_penalty or params.presence_penalty)
+    if repeats or counts:
         row.history.read(row.tokens, row.prompt_len)
-    if params.repetition_penalty != 1.0:
-        seen = row.history.seen(x)
-        at = x[seen]
-        x[seen] = torch.where(at < 0, at * params.repetition_penalty, at / params.repetition_penalty)
-    if penalised and row.produced:
-        used, counts = row.history.output(x)
-        x[used] -= (counts * params.frequency_penalty + params.presence_penalty).to(x.dtype)
-    if params.logit_bias:
-        biases = torch.tensor(list(params.logit_bias.values()), dtype=x.dtype, device=x.device)
-        x[list(params.logit_bias)] += biases
-    if row.may_not_end:
-        x[_inside(params.ending_ids, x)] = _NOTHING
-    return x
+    used, times = row.history.output() if counts and row.produced else (None, None)
+    return Choice(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        draw=uniform(params.seed, row.choice, len(row.tokens)) if params.temperature else 0.0,
+        repetition=params.repetition_penalty,
+        seen=row.history.seen(n) if repeats else None,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        used=used,
+        times=times,
+        bias_ids=torch.tensor(list(params.logit_bias), dtype=torch.int64) if params.logit_bias else None,
+        bias=torch.tensor(list(params.logit_bias.values()), dtype=torch.float32) if params.logit_bias else None,
+        forbidden=_inside(params.ending_ids, n) if row.may_not_end else None,
+    )
 
 
-def _inside(ids: Iterable[int], x: Tensor) -> Tensor:
-    return torch.tensor([i for i in ids if 0 <= i < x.numel()], dtype=torch.int64, device=x.device)
-
-
-def candidates(x: Tensor, params: ResolvedSampling) -> tuple[Tensor | None, Tensor]:
-    """Kept ids, ascending, and their weights (the likeliest has 1; not normalised).
-
-    ids None stands for every id. ``x`` [vocab] has a finite largest element; temperature is above 0.
-    """
-    z = (x - x.max()) / max(params.temperature, _LOWEST_TEMPERATURE)
-    ids: Tensor | None = None
-    if 0 < params.top_k < z.numel():
-        # Everything that ties with the k-th stays, as in transformers.
-        ids = (z >= z.topk(params.top_k, sorted=False).values.min()).nonzero().squeeze(1)
-        z = z[ids]
-    if params.top_p < 1.0:
-        kept = _nucleus(z, params.top_p)
-        ids = kept if ids is None else ids[kept]
-        z = z[kept]
-    weights = z.exp()
-    if params.min_p > 0.0:
-        kept = (weights >= params.min_p).nonzero().squeeze(1)
-        ids = kept if ids is None else ids[kept]
-        weights = weights[kept]
-    return ids, weights
-
-
-def _nucleus(z: Tensor, top_p: float) -> Tensor:
-    """Positions, ascending, of the smallest set of likeliest tokens whose probability reaches ``top_p``.
-
-    Equals rank by position, so the set does not depend on the sort.
-    """
-    total = z.exp().sum(dtype=torch.float64)
-    for size in (*_NUCLEUS_GUESSES, z.numel()):
-        order = largest(z, size)
-        mass = (z[order].exp().double() / total).cumsum(0)
-        if bool(mass[-1] >= top_p) or size >= z.numel():
-            break
-    before = torch.cat([mass.new_zeros(1), mass[:-1]])
-    return order[before < top_p].sort().values
-
-
-def largest(x: Tensor, size: int) -> Tensor:
-    """Positions of the ``size`` largest of ``x``, largest first, equals by position; more when equals end the list."""
-    if size < x.numel():
-        at = (x >= x.topk(size, sorted=False).values.min()).nonzero().squeeze(1)
-    else:
-        at = torch.arange(x.numel(), device=x.device)
-    return at[x[at].sort(descending=True, stable=True).indices]
+def _inside(ids: Iterable[int], n: int) -> Tensor:
+    return torch.tensor([i for i in ids if 0 <= i < n], dtype=torch.int64)
 
 
 def raw_logprobs(logits: Tensor, token: int, top: int, vocab_limit: int) -> dict[int, float]:

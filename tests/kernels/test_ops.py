@@ -87,7 +87,7 @@ def test_implementation_equals_reference(o: Op, impl: Impl, case: Case) -> None:
         assert _close(o, got, want), f"{(got - want).abs().max()} apart"
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n not in ("pack_linear", "argmax", *BINDS)])
+@pytest.mark.parametrize("name", [n for n in OPS if n not in ("pack_linear", "argmax", "sample", *BINDS)])
 def test_one_per_cent_is_noticed(name: str) -> None:
     o = op(name)
     for case in _cases(name):

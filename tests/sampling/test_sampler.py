@@ -12,20 +12,17 @@ import torch
 from torch import Tensor
 
 from deepseek_flash.errors import InternalError
-from deepseek_flash.sampling.sampler import (
-    Sampled,
-    Sampler,
-    SampleRow,
-    candidates,
-    choose,
-    prompt_logprobs,
-    shape,
-)
+from deepseek_flash.kernels.ops import sample as op
+from deepseek_flash.sampling.sampler import Sampled, Sampler, SampleRow, choice_of, prompt_logprobs
 from tests.sampling.rows import EOS, VOCAB, resolved, row
 
 
 def logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def shape(x: Tensor, r: SampleRow) -> Tensor:
+    return op.shape(x, choice_of(r, x.numel()))
 
 
 def tokens_of(found: list[Sampled | InternalError]) -> list[int]:
@@ -35,7 +32,7 @@ def tokens_of(found: list[Sampled | InternalError]) -> list[int]:
 
 def distribution(x: Tensor, r: SampleRow) -> Tensor:
     """Probabilities over all ids that the sampler draws from."""
-    ids, weights = candidates(shape(x, r), r.params)
+    ids, weights = op.candidates(shape(x, r), choice_of(r, x.numel()))
     p = torch.zeros(x.numel(), dtype=torch.float64)
     p[torch.arange(x.numel()) if ids is None else ids] = weights.double()
     return p / p.sum()
@@ -271,9 +268,7 @@ def test_draws_follow_the_distribution(draws: int, options: dict[str, Any]) -> N
     expected = reference(biased, SampleRow(params, [1, 2], 2, 0))
     counts = np.zeros(vocab)
     for choice in range(draws):
-        token = choose(x, SampleRow(params, [1, 2], 2, choice))
-        assert token is not None
-        counts[token] += 1
+        counts[tokens_of(Sampler(vocab).sample(x[None], [SampleRow(params, [1, 2], 2, choice)]))[0]] += 1
     kept = (expected > 0).numpy()
     assert not counts[~kept].any()
     want = expected.numpy()[kept] * draws

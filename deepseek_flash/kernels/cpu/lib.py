@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import warnings
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +106,32 @@ class FlashStack(ctypes.Structure):
     )
 
 
+class FlashChoice(ctypes.Structure):
+    """``flash_choice`` of flash.h."""
+
+    _fields_ = (
+        ("temperature", c_float),
+        ("top_k", c_int32),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("repetition", c_double),
+        ("frequency", c_double),
+        ("presence", c_double),
+        ("seen", c_void_p),
+        ("used", c_void_p),
+        ("times", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias", c_void_p),
+        ("forbidden", c_void_p),
+        ("seen_count", c_int64),
+        ("used_count", c_int64),
+        ("bias_count", c_int64),
+        ("forbidden_count", c_int64),
+        ("allowed", c_void_p),
+        ("u", c_double),
+    )
+
+
 _P = c_void_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flash_isas": (c_char_p, ()),
@@ -122,6 +148,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flash_linear_rows": (c_int32, (_P, _P, c_int64, _P)),
     "flash_rms_norm": (c_int32, (_P, _P, c_int64, _P, c_float, c_int64, c_int64, _P)),
     "flash_add_rms_norm": (c_int32, (_P, _P, _P, _P, c_float, c_int64, c_int64, _P, _P)),
+    "flash_sample_scratch": (c_int64, (c_int64, c_int32)),
+    "flash_sample": (c_int32, (_P, _P, c_int64, c_int64, c_int64, _P, _P, _P)),
     "flash_argmax": (c_int32, (_P, _P, c_int64, c_int64, c_int64, _P)),
     "flash_silu_mul": (c_int32, (_P, _P, c_int64, c_int64, _P)),
     "flash_rope_and_cache_write": (c_int32, (_P, _P, c_int64, c_int32, _P, _P, _P)),

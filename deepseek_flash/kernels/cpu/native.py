@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from deepseek_flash.kernels.cpu.packer import describe
 from deepseek_flash.kernels.cpu.processors import processors
 from deepseek_flash.kernels.op import Impl
 from deepseek_flash.kernels.ops.packed import PackedLinear
+from deepseek_flash.kernels.ops.sample import LOWEST_TEMPERATURE, Choice
 from deepseek_flash.kernels.ops.stack import LayerCache, StackWeights
 from deepseek_flash.kernels.plan import AttentionPlan, Cache, QuantCache
 from deepseek_flash.kernels.weights import PackedWeight
@@ -109,6 +110,21 @@ class Native:
         rows, n = logits.shape
         ids = torch.empty(rows, dtype=torch.int64)
         _check(c.flash_argmax(self._pool, logits.data_ptr(), logits.stride(0), rows, n, ids.data_ptr()))
+        return ids
+
+    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+        c = self.library
+        logits = _rows(logits)
+        rows, n = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        if len(choices) != rows:
+            raise InternalError(f"{rows} rows of logits, {len(choices)} choices")
+        if rows:
+            held: list[torch.Tensor] = []
+            made = (lib.FlashChoice * rows)(*(_choice(choice, n, held) for choice in choices))
+            memory = self.scratch(c.flash_sample_scratch(n, self.threads))
+            at = logits.data_ptr(), logits.stride(0)
+            _check(c.flash_sample(self._pool, *at, rows, n, ctypes.byref(made), memory, ids.data_ptr()))
         return ids
 
     # -- packed weights
@@ -266,6 +282,38 @@ def _joined(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat((qk, v), dim=1)
 
 
+def _choice(c: Choice, n: int, held: list[torch.Tensor]) -> Any:
+    """The ``flash_choice`` of one row; ``held`` keeps what it points to."""
+
+    def at(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
+        held.append(values.to(dtype).contiguous())
+        return held[-1].data_ptr()
+
+    out = lib.FlashChoice(
+        temperature=max(c.temperature, LOWEST_TEMPERATURE) if c.temperature > 0.0 else c.temperature,
+        top_k=min(c.top_k, n),
+        top_p=c.top_p,
+        min_p=c.min_p,
+        repetition=c.repetition,
+        frequency=c.frequency,
+        presence=c.presence,
+        u=c.draw,
+    )
+    if c.seen is not None:
+        out.seen, out.seen_count = at(c.seen), len(c.seen)
+    if c.used is not None and c.times is not None:
+        out.used, out.times, out.used_count = at(c.used), at(c.times, torch.float64), len(c.used)
+    if c.bias_ids is not None and c.bias is not None:
+        out.bias_ids, out.bias, out.bias_count = at(c.bias_ids), at(c.bias, torch.float32), len(c.bias_ids)
+    if c.forbidden is not None:
+        out.forbidden, out.forbidden_count = at(c.forbidden), len(c.forbidden)
+    if c.allowed is not None:
+        if len(c.allowed) * 32 < n:
+            raise InternalError(f"a mask of {len(c.allowed)} words for {n} ids")
+        out.allowed = at(c.allowed, torch.int32)
+    return out
+
+
 def _cache(k: Cache, v: Cache) -> Any:
     """The ``flash_cache`` of one layer."""
     if isinstance(k, QuantCache) and isinstance(v, QuantCache):
@@ -335,6 +383,7 @@ RMS_NORM = _impl("rms_norm")
 ADD_RMS_NORM = _impl("add_rms_norm")
 SILU_MUL = _impl("silu_mul")
 ARGMAX = _impl("argmax")
+SAMPLE = _impl("sample")
 BIND_PACKED = _impl("bind_packed")
 PACKED_LINEAR = _impl("packed_linear")
 PACKED_ROWS = _impl("packed_rows")

@@ -72,6 +72,29 @@ int32_t flash_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t n
 // ids[r] = index of the largest of logits [rows, n] (the first of equals), -1 when it is not finite or a value is NaN
 int32_t flash_argmax(void* pool, const float* logits, int64_t ld, int64_t rows, int64_t n, int64_t* ids);
 
+// ---- sampling: sample.cpp
+// How one row's token is chosen (docs/sampling.md). Ids are below n and no list holds one twice.
+typedef struct {
+  float temperature;           // 0: the largest
+  int32_t top_k;               // 0: off
+  double top_p, min_p;         // 1 and 0: off
+  double repetition, frequency, presence;
+  const int64_t* seen;         // [seen_count] ids of prompt and output: repetition
+  const int64_t* used;         // [used_count] ids of the output, and how often: frequency and presence
+  const double* times;
+  const int64_t* bias_ids;     // [bias_count]
+  const float* bias;
+  const int64_t* forbidden;    // [forbidden_count]
+  int64_t seen_count, used_count, bias_count, forbidden_count;
+  const uint32_t* allowed;     // bit i % 32 of word i / 32: id i may be chosen; NULL: all may
+  double u;                    // in [0, 1): the draw
+} flash_choice;
+
+int64_t flash_sample_scratch(int64_t n, int32_t threads);
+// ids[r] = the token chosen from logits [rows, n] (row stride ld), -1 when the largest is not finite or a value is NaN
+int32_t flash_sample(void* pool, const float* logits, int64_t ld, int64_t rows, int64_t n, const flash_choice* choices,
+                     void* scratch, int64_t* ids);
+
 // ---- the paged cache and attention: attention.cpp
 typedef struct {
   int64_t block, slot, head, item;  // elements from one to the next

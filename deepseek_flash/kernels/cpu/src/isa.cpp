@@ -2,6 +2,7 @@
 #include "attention_isa.h"
 #include "linear_isa.h"
 #include "pointwise_isa.h"
+#include "sample_isa.h"
 
 #define FLASH_TEXT_(x) #x
 #define FLASH_TEXT(x) FLASH_TEXT_(x)
@@ -20,6 +21,7 @@ const Ops FLASH_TABLE(FLASH_ISA) = {
     FLASH_ISA::norm,
     FLASH_ISA::head_norm,
     FLASH_ISA::argmax,
+    FLASH_ISA::sample,
     FLASH_ISA::silu_mul,
     FLASH_ISA::rope_write,
     FLASH_ISA::attend,

@@ -22,6 +22,14 @@ struct QuantRows {
   int32_t group;
 };
 
+constexpr int64_t kSampleRun = 1024;  // ids whose weights are added up together
+
+struct SampleScratch {
+  double* runs;   // [n / kSampleRun, rounded up]
+  float *x, *weight;  // [n]
+  uint32_t* key;      // [n]
+};
+
 struct AttentionJob;  // attention_plan.h
 
 struct Ops {
@@ -45,6 +53,7 @@ struct Ops {
   void (*head_norm)(float* x, int64_t ld, const float* weight, float eps, int64_t heads, int64_t dim, int64_t begin,
                     int64_t end);
   void (*argmax)(const float* x, int64_t ld, int64_t n, int64_t* ids, int64_t begin, int64_t end);
+  int64_t (*sample)(const float* logits, int64_t n, const flash_choice& choice, const SampleScratch& scratch);
   void (*silu_mul)(const float* gate_up, int64_t n, float* y, int64_t begin, int64_t end);
 
   // attention.cpp
