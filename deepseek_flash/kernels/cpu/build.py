@@ -1,6 +1,8 @@
 """Compile the C++ kernels into one shared library. Only the standard library is needed: pip runs this file on its own.
 
-The library's name carries a digest of sources, flags and compiler, so a stale one is never loaded.
+The library's name carries a digest of sources, flags and machine, so a stale one is never loaded. The compiler is not
+in it: a library that came in a wheel must be found where there is another compiler, or none, and every compiler gives
+the same results. After a change of compiler, deleting the cache folder's ``kernels`` makes a new one.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +31,11 @@ ISAS: dict[str, dict[str, str]] = {
         "avx2": "-mavx2 -mfma -mf16c",
         "scalar": "",
     },
-    "aarch64": {"scalar": ""},
+    "aarch64": {
+        "neon_dot": "-DFLASH_NEON -march=armv8.2-a+dotprod",
+        "neon": "-DFLASH_NEON",
+        "scalar": "",
+    },
 }
 """Machine → instruction set → flags of ``isa.cpp``; best first."""
 PER_ISA = "isa.cpp"
@@ -43,9 +50,29 @@ class BuildError(RuntimeError):
     """No compiler, or one that failed; the message has what it printed."""
 
 
+def command() -> list[str]:
+    """How the C++ compiler is called: ``$CXX``, wrappers and options included, or the first one there is."""
+    wanted = os.environ.get("CXX", "").strip()
+    if wanted:
+        try:
+            words = shlex.split(wanted)
+        except ValueError as e:
+            raise BuildError(f"the environment's CXX cannot be read: {wanted!r} ({e})") from e
+        if shutil.which(words[0]) is None:
+            raise BuildError(f"the environment's CXX names a compiler that is not there: {wanted!r}")
+        return words
+    found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)}; CXX is not set)")
+    return [found]
+
+
 def compiler() -> str | None:
-    """Path of a C++ compiler, or None."""
-    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    """The program of ``command()``, or None."""
+    try:
+        return command()[0]
+    except BuildError:
+        return None
 
 
 def machine() -> str:
@@ -74,49 +101,45 @@ def library_name() -> str:
     return f"libflash_cpu-{digest()}{suffix()}"
 
 
-def build(folder: Path, *, flags: tuple[str, ...] = (), program: Path | None = None) -> Path:
+def build(
+    folder: Path,
+    *,
+    flags: tuple[str, ...] = (),
+    program: Path | None = None,
+    cross: tuple[str, str] | None = None,
+) -> Path:
     """Compile into ``folder`` and return the library's path; atomic, so others see it whole or not at all.
 
     ``program``: a C++ file with ``main``, to make an executable of it and the kernels instead. ``flags`` are added.
+    ``cross``: another machine and a compiler for it.
     """
-    cxx = compiler()
-    if cxx is None:
-        raise BuildError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)})")
-    isas = ISAS.get(machine(), {"scalar": ""})
+    cxx = [cross[1]] if cross else command()
     target = folder / (library_name() if program is None else program.stem)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-        work = Path(scratch)
-        jobs: list[tuple[list[str], Path]] = []
-        for source in [*sorted(SOURCES.glob("*.cpp")), *([program] if program else [])]:
-            if source.name == PER_ISA:
-                for isa, extra in isas.items():
-                    out = work / f"isa_{isa}.o"
-                    jobs.append(
-                        ([f"-DFLASH_ISA={isa}", *extra.split(), *flags, "-c", str(source), "-o", str(out)], out)
-                    )
-            else:
-                out = work / f"{source.stem}.o"
-                throwing = ["-fexceptions"] if source.name in THROWING else []
-                jobs.append(([f"-I{SOURCES}", *throwing, *flags, "-c", str(source), "-o", str(out)], out))
+        jobs = _jobs(Path(scratch), cross[0] if cross else machine(), program)
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            list(pool.map(lambda job: _run([cxx, *COMMON, *job[0]]), jobs))
-        made = work / target.name
-        _run(
-            [
-                cxx,
-                *(["-shared"] if program is None else []),
-                "-pthread",
-                *flags,
-                *(str(out) for _, out in jobs),
-                "-o",
-                str(made),
-            ]
-        )
+            list(pool.map(lambda job: _run([*cxx, *COMMON, *job[0], *flags, "-c", job[1], "-o", job[2]]), jobs))
+        made = Path(scratch) / target.name
+        shared = ["-shared"] if program is None else []
+        _run([*cxx, *shared, "-pthread", *flags, *(out for _, _, out in jobs), "-o", str(made)])
         with made.open("rb+") as file:
             os.fsync(file.fileno())  # before the rename: a power cut must not leave a short file of the right name
         os.replace(made, target)
     return target
+
+
+def _jobs(work: Path, target: str, program: Path | None) -> list[tuple[list[str], str, str]]:
+    """What to compile: options of its own, source, object file in ``work``."""
+    jobs: list[tuple[list[str], str, str]] = []
+    for source in [*sorted(SOURCES.glob("*.cpp")), *([program] if program else [])]:
+        if source.name == PER_ISA:
+            for isa, extra in ISAS.get(target, {"scalar": ""}).items():
+                jobs.append(([f"-DFLASH_ISA={isa}", *extra.split()], str(source), str(work / f"isa_{isa}.o")))
+        else:
+            throwing = ["-fexceptions"] if source.name in THROWING else []
+            jobs.append(([f"-I{SOURCES}", *throwing], str(source), str(work / f"{source.stem}.o")))
+    return jobs
 
 
 def _run(command: list[str]) -> None:

@@ -2,12 +2,20 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "ops.h"
 
 namespace flash {
 
 #if defined(__x86_64__)
 extern const Ops table_avx512, table_avx2;
+#elif defined(__aarch64__)
+extern const Ops table_neon_dot, table_neon;
 #endif
 extern const Ops table_scalar;
 
@@ -18,15 +26,43 @@ struct Candidate {
   bool usable;
 };
 
+#if defined(__x86_64__)
+// __builtin_cpu_supports("f16c") is not known to every compiler that is in use.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+#elif defined(__aarch64__)
+bool has_dotprod() {
+#if defined(__ARM_FEATURE_DOTPROD) || defined(__APPLE__)
+  return true;  // all of this library may use it; every Mac on Arm has it
+#elif defined(__linux__)
+  constexpr unsigned long kAsimdDp = 1ul << 20;  // HWCAP_ASIMDDP, which older headers do not name
+  return getauxval(AT_HWCAP) & kAsimdDp;
+#else
+  return false;  // nobody to ask
+#endif
+}
+#endif
+
 constexpr int kCandidates = 3;
 
 const Candidate* candidates() {
   static const Candidate list[kCandidates] = {
 #if defined(__x86_64__)
-      {&table_avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vnni")},
-      {&table_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      {&table_avx512, has_avx512()},
+      {&table_avx2, has_avx2()},
+#elif defined(__aarch64__)
+      {&table_neon_dot, has_dotprod()},
+      {&table_neon, true},
 #else
       {nullptr, false},
       {nullptr, false},

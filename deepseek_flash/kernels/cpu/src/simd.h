@@ -1,7 +1,7 @@
 // Sixteen lanes, the same on every instruction set.
 //
 // Kernels are written once against these primitives and compiled once per instruction set (namespace FLASH_ISA).
-// A value of sixteen floats is one register of AVX-512, two of AVX2; an array otherwise. Every primitive
+// A value of sixteen floats is one register of AVX-512, two of AVX2, four of NEON (simd_neon.h); an array otherwise. Every primitive
 // does the same arithmetic, rounding included (fma is fused everywhere), so results agree bit for bit between sets.
 // Compile with -ffp-contract=off: what is fused is written as fma.
 #pragma once
@@ -14,6 +14,10 @@
 #endif
 
 #define FLASH_INLINE inline __attribute__((always_inline))
+
+#if defined(FLASH_NEON)
+#include "simd_neon.h"
+#endif
 
 namespace flash {
 namespace FLASH_ISA {
@@ -163,7 +167,7 @@ FLASH_INLINE F first_or(F x, int64_t n, F other) {
 }
 FLASH_INLINE void halves(F x, __m256& lo, __m256& hi) { lo = x.a; hi = x.b; }
 
-#else
+#elif !defined(FLASH_NEON)
 // ------------------------------------------------------------------------------------- plain C++
 // Sixteen floats in an array; compilers turn the loops into whatever vectors there are.
 struct F { float v[16]; };
@@ -296,7 +300,7 @@ template <int STEPS> struct Partial<8, STEPS> {  // |w| as unsigned, the sign mo
   }
   FLASH_INLINE I done() const { return total; }
 };
-#else
+#elif !defined(FLASH_NEON)
 struct Bytes { uint8_t v[64]; };
 FLASH_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 64); return r; }
 FLASH_INLINE void store_bytes(uint8_t* p, Bytes b) { std::memcpy(p, b.v, 64); }
@@ -335,7 +339,7 @@ FLASH_INLINE float top(F x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-#else
+#elif !defined(FLASH_NEON)
 FLASH_INLINE float sum(F x) {
   float t[16];
   store(t, x);
