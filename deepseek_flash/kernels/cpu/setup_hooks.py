@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,11 @@ def _build() -> ModuleType:
     return module
 
 
+def _folder(build_lib: str) -> Path:
+    """Where the library goes below setuptools' build folder."""
+    return Path(build_lib) / "deepseek_flash" / "kernels" / "cpu" / "lib"
+
+
 class BuildPy(build_py):  # type: ignore[misc]
     """Python files, then the library. An editable install compiles at first use, into the cache folder."""
 
@@ -34,21 +40,26 @@ class BuildPy(build_py):  # type: ignore[misc]
         super().run()
         if self.editable_mode:
             return
-        build = _build()
+        build, folder = _build(), _folder(self.build_lib)
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier build's, of other sources
         try:
-            build.build(Path(self.build_lib) / "deepseek_flash" / "kernels" / "cpu" / "lib")
+            build.build(folder)
         except build.BuildError as e:
+            shutil.rmtree(folder, ignore_errors=True)
             _LOG.warning("the native CPU kernels were not built (torch will stand in): %s", e)
 
 
 class BdistWheel(bdist_wheel):  # type: ignore[misc]
-    """A wheel for one platform and every Python 3, when it holds a library."""
+    """A wheel for one platform and every Python 3 when it holds a library, else one for all platforms."""
 
-    def finalize_options(self) -> None:
-        if _build().compiler() is not None:
-            # Before super() looks: "platlib" is then the wheel's root, so the files are not shifted into .data/purelib.
+    def run(self) -> None:
+        if not self.skip_build:
+            self.run_command("build")  # super() will not do it again
+        if (_folder(self.get_finalized_command("build_py").build_lib) / _build().library_name()).exists():
+            # "platlib" is the wheel's root from here on, so the files are not shifted into .data/purelib.
             self.distribution.has_ext_modules = lambda: True
-        super().finalize_options()
+            self.root_is_pure = False
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
