@@ -167,7 +167,8 @@ def test_habits(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 100:
             found.append(f"line {node.lineno}: {node.name} has more than 100 lines")
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
-            found += [] if name == "config" else [f"line {node.lineno}: environment"]
+            # build reads CXX: pip runs it on its own, before the package can be imported
+            found += [] if name in ("config", "kernels.cpu.build") else [f"line {node.lineno}: environment"]
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             found.append(f"line {node.lineno}: bare except")
     for line, called in calls(path):

@@ -87,8 +87,7 @@ void arithmetic(const std::vector<float>& n) {
 
 void one_by_one(const std::vector<float>& n) {
   Digest absolute("abs"), rounded("round"), power("exp"), sums("sum"), tops("top"), halves("store_f16"), brains("store_bf16");
-  for (size_t i = 0; i < n.size(); i += 16) {
-    const F x = load(&n[i]);
+  const auto all = [&](F x) {
     absolute.add(set::abs(x));
     rounded.add(set::round(x));
     power.add(set::exp(x));
@@ -98,7 +97,9 @@ void one_by_one(const std::vector<float>& n) {
     uint16_t t[16];
     store_bf16(t, x);
     for (uint16_t b : t) brains.add(static_cast<uint64_t>(b));
-  }
+  };
+  for (size_t i = 0; i < n.size(); i += 16) all(load(&n[i]));
+  for (size_t i = 0; i < 48; ++i) all(set1(n[i]));  // in every lane
 }
 
 void small_floats() {
