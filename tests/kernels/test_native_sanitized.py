@@ -10,7 +10,7 @@ import pytest
 from deepseek_flash.kernels.cpu import build
 
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-CASES = 80
+CASES = 60
 
 
 @pytest.mark.slow

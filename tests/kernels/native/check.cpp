@@ -164,15 +164,25 @@ bool attention() {
   c.dtype = static_cast<int32_t>(between(0, 3));
   c.kv_heads = static_cast<int32_t>(between(1, 3));
   c.dim = 2 * static_cast<int32_t>(between(1, 50));
-  c.block_size = static_cast<int32_t>(between(1, 40));
+  const bool turned = between(0, 1);
+  c.block_size = turned ? 16 * static_cast<int32_t>(between(1, 3)) : static_cast<int32_t>(between(1, 40));
   c.kv_group = c.dtype == FLASH_I8 ? (c.dim % 16 ? c.dim : 16) : 0;
-  const int32_t heads = c.kv_heads * static_cast<int32_t>(between(1, 5));
+  const int32_t heads = c.kv_heads * static_cast<int32_t>(between(0, 9) ? between(1, 12) : between(90, 130));
   const int64_t item = c.dtype == FLASH_F32 ? 4 : c.dtype == FLASH_I8 ? 1 : 2;
   const int64_t sequences = between(1, 5), stride = 400 / c.block_size + 1, blocks = sequences * stride;
   what = "attention type " + std::to_string(c.dtype) + " heads " + std::to_string(heads) + "/" + std::to_string(c.kv_heads) + " dim " +
-         std::to_string(c.dim) + " block " + std::to_string(c.block_size);
-  c.block_stride = c.block_size * c.kv_heads * c.dim * item;
-  c.scale_stride = c.kv_group ? c.block_size * c.kv_heads * (c.dim / c.kv_group) * 2 : 0;
+         std::to_string(c.dim) + " block " + std::to_string(c.block_size) + (turned ? " turned" : "");
+  const int64_t groups = c.kv_group ? c.dim / c.kv_group : 0, block_values = int64_t{c.block_size} * c.kv_heads;
+  const int64_t block_bytes = block_values * c.dim * item, scale_bytes = block_values * groups * 2;
+  const auto at = [&](int64_t items, bool keys) {
+    const int64_t slots = c.block_size;
+    if (!turned) return flash_strides{block_values * items, c.kv_heads * items, items, 1};
+    return keys ? flash_strides{block_values * items, 1, items * slots, slots} : flash_strides{block_values * items, items, items * slots, 1};
+  };
+  c.k_at = at(c.dim, true);
+  c.v_at = at(c.dim, false);
+  c.k_scale_at = at(groups, true);
+  c.v_scale_at = at(groups, false);
   std::vector<int32_t> cu{0}, context;
   std::vector<int64_t> table(static_cast<size_t>(blocks)), slots;
   for (int64_t i = 0; i < blocks; ++i) table[static_cast<size_t>(i)] = i;
@@ -187,7 +197,7 @@ bool attention() {
       slots.push_back(table[static_cast<size_t>(s * stride + i / c.block_size)] * c.block_size + i % c.block_size);
   }
   const int64_t tokens = cu.back(), width = (heads + 2 * c.kv_heads) * c.dim;
-  Exact<uint8_t> k(blocks * c.block_stride), v(blocks * c.block_stride), ks(blocks * c.scale_stride), vs(blocks * c.scale_stride);
+  Exact<uint8_t> k(blocks * block_bytes), v(blocks * block_bytes), ks(blocks * scale_bytes), vs(blocks * scale_bytes);
   for (auto* part : {&k, &v}) {  // small numbers in every type
     for (int64_t i = 0; i + item <= part->size; i += item) {
       const float f = 0.25f + 0.01f * static_cast<float>(between(0, 70));
@@ -254,6 +264,46 @@ bool small() {
          });
 }
 
+bool sampling() {
+  const int64_t rows = between(1, 4), n = between(1, 2500);
+  what = "sampling " + std::to_string(rows) + "x" + std::to_string(n);
+  Exact<float> logits = floats(rows * n, 6.0f);
+  const int64_t words = (n + 31) / 32;
+  Exact<uint32_t> mask(words);
+  for (int64_t i = 0; i < words; ++i) mask.get()[i] = static_cast<uint32_t>(between(0, 0xffffffff));
+  Exact<int64_t> ids((n + 2) / 3);
+  Exact<float> bias(ids.size);
+  Exact<double> times(ids.size);
+  for (int64_t i = 0; i < ids.size; ++i) {
+    ids.get()[i] = 3 * i;
+    bias.get()[i] = 0.1f * static_cast<float>(between(-20, 20));
+    times.get()[i] = static_cast<double>(between(1, 5));
+  }
+  std::vector<flash_choice> choices(static_cast<size_t>(rows));
+  for (flash_choice& c : choices) {
+    c = flash_choice{};
+    c.temperature = 0.25f * static_cast<float>(between(0, 6));
+    c.top_k = static_cast<int32_t>(between(0, 1) ? 0 : between(0, n + 3));
+    c.top_p = between(0, 1) ? 1.0 : 0.01 * static_cast<double>(between(1, 100));
+    c.min_p = between(0, 2) ? 0.0 : 0.05;
+    c.repetition = 1.25;
+    c.frequency = 0.5;
+    c.u = static_cast<double>(between(0, 999)) / 1000.0;
+    if (between(0, 1)) c.seen = ids.get(), c.seen_count = ids.size;
+    if (between(0, 1)) c.used = ids.get(), c.times = times.get(), c.used_count = ids.size;
+    if (between(0, 1)) c.bias_ids = ids.get(), c.bias = bias.get(), c.bias_count = ids.size;
+    if (!between(0, 3)) c.forbidden = ids.get(), c.forbidden_count = ids.size;
+    if (!between(0, 3)) c.allowed = mask.get();
+  }
+  return same_everywhere(rows, [&](void* pool, int threads, float* y) {
+    Exact<uint8_t> scratch(flash_sample_scratch(n, threads));
+    Exact<int64_t> chosen(rows);
+    const int32_t status = flash_sample(pool, logits.get(), n, rows, n, choices.data(), scratch.get(), chosen.get());
+    for (int64_t i = 0; i < rows; ++i) y[i] = static_cast<float>(chosen.get()[i]);
+    return status;
+  });
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -262,8 +312,8 @@ int main(int count, char** arguments) {
   const int64_t cases = std::strtoll(arguments[2], nullptr, 10);
   for (int64_t i = 0; i < cases; ++i) {
     rng.seed(seed + static_cast<uint64_t>(i));
-    const int64_t kind = i % 4;
-    const bool good = kind < 2 ? linear() : kind == 2 ? attention() : small();
+    const int64_t kind = i % 5;
+    const bool good = kind < 2 ? linear() : kind == 2 ? attention() : kind == 3 ? small() : sampling();
     if (!good) {
       std::printf("case %lld of seed %llu\n", static_cast<long long>(i), static_cast<unsigned long long>(seed));
       return 1;

@@ -89,6 +89,8 @@ void one_by_one(const std::vector<float>& n) {
   Digest absolute("abs"), rounded("round"), power("exp"), sums("sum"), tops("top"), halves("store_f16"), brains("store_bf16");
   const auto all = [&](F x) {
     absolute.add(set::abs(x));
+    absolute.add(as_float(magnitude(x)));
+    absolute.add(as_float(set::max(magnitude(x), as_int(set1(1.5f)))));
     rounded.add(set::round(x));
     power.add(set::exp(x));
     sums.add(sum(x));
@@ -130,13 +132,27 @@ void whole_numbers() {
     bytes.add(load_u8(u));
     store_i8(back, load_i8(s));
     for (int8_t b : back) bytes.add(static_cast<uint64_t>(static_cast<uint8_t>(b)));
-    powers.add(pow2(load(f)));
+    store_i8(back, to_int(load_i8(s) * set1(0.5f)));
+    for (int8_t b : back) bytes.add(static_cast<uint64_t>(static_cast<uint8_t>(b)));
+    powers.add(pow2(load(f) + set1(kWhole)));
+    integers.add(to_float(to_int(load(f) * set1(0.25f)) - iset1(first)));
+    for (int n = -1; n <= 17; ++n) integers.add(first_or(load(f), n, set1(-7.0f)));
     for (int32_t scale : {1, 1000003, -16777217, 7}) integers.add(to_float(iset1(first * scale) + iset1(scale) + izero()));
   }
 }
 
 void parts(const std::vector<float>& n) {
-  Digest some("parts");
+  Digest some("parts"), lanes("each lane");
+  for (int round = 0; round < 50; ++round) {
+    I rows[16];
+    for (I& row : rows) {
+      int32_t t[16];
+      for (int32_t& i : t) i = static_cast<int32_t>(rng() % 2000001) - 1000000;
+      row = load(t);
+    }
+    lanes.add(to_float(tops(rows)));
+    lanes.add(to_float(sums(rows)));
+  }
   for (int count = 0; count <= 16; ++count) {
     some.add(load(&n[100], count));
     float t[16];

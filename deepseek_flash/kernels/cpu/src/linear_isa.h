@@ -19,6 +19,8 @@ namespace FLASH_ISA {
 constexpr int kMostRows = 12, kFloatRows = 8;  // twelve sums and twelve results of 32 registers
 #elif defined(__AVX2__)
 constexpr int kMostRows = 2, kFloatRows = 2;
+#elif defined(FLASH_NEON) && defined(__ARM_FEATURE_DOTPROD)
+constexpr int kMostRows = 2, kFloatRows = 2;
 #else
 constexpr int kMostRows = 1, kFloatRows = 1;
 #endif

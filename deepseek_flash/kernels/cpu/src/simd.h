@@ -216,7 +216,11 @@ FLASH_INLINE F load_u8(const uint8_t* p) { F r; FLASH_EACH r.v[i] = p[i]; return
 FLASH_INLINE I izero() { I r; FLASH_EACH r.v[i] = 0; return r; }
 FLASH_INLINE I iset1(int32_t x) { I r; FLASH_EACH r.v[i] = x; return r; }
 FLASH_INLINE I operator+(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] + b.v[i]; return r; }
-FLASH_INLINE I to_int(F a) { I r; FLASH_EACH r.v[i] = static_cast<int32_t>(std::nearbyint(a.v[i])); return r; }
+FLASH_INLINE I to_int(F a) {  // what is no int32 becomes its least, as x86 has it
+  I r;
+  FLASH_EACH r.v[i] = a.v[i] >= -0x1p31f && a.v[i] < 0x1p31f ? static_cast<int32_t>(std::nearbyint(a.v[i])) : INT32_MIN;
+  return r;
+}
 FLASH_INLINE void store_i8(int8_t* p, I a) { FLASH_EACH p[i] = static_cast<int8_t>(a.v[i]); }
 FLASH_INLINE F to_float(I a) { F r; FLASH_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
 FLASH_INLINE F as_float(I a) { F r; std::memcpy(r.v, a.v, sizeof r.v); return r; }

@@ -80,23 +80,47 @@ FLASH_INLINE F load_u8(const uint8_t* p) {
   return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(lo))), vcvtq_f32_u32(vmovl_high_u16(lo)),
           vcvtq_f32_u32(vmovl_u16(vget_low_u16(hi))), vcvtq_f32_u32(vmovl_high_u16(hi))};
 }
-// Floats that are whole numbers within int8.
-FLASH_INLINE void store_i8(int8_t* p, F x) {
-  const int16x8_t lo = vmovn_high_s32(vmovn_s32(vcvtq_s32_f32(x.a)), vcvtq_s32_f32(x.b));
-  const int16x8_t hi = vmovn_high_s32(vmovn_s32(vcvtq_s32_f32(x.c)), vcvtq_s32_f32(x.d));
-  vst1q_s8(p, vmovn_high_s16(vmovn_s16(lo), hi));
-}
-
 FLASH_INLINE I iset1(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}; }
 FLASH_INLINE I izero() { return iset1(0); }
 FLASH_INLINE I operator+(I x, I y) {
   return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b), vaddq_s32(x.c, y.c), vaddq_s32(x.d, y.d)};
 }
-FLASH_INLINE F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)}; }
-FLASH_INLINE float32x4_t pow2_quarter(float32x4_t whole) {
-  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(whole), vdupq_n_s32(127)), 23));
+FLASH_INLINE I operator-(I x, I y) {
+  return {vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b), vsubq_s32(x.c, y.c), vsubq_s32(x.d, y.d)};
 }
-FLASH_INLINE F pow2(F x) { return {pow2_quarter(x.a), pow2_quarter(x.b), pow2_quarter(x.c), pow2_quarter(x.d)}; }
+FLASH_INLINE I max(I x, I y) { return {vmaxq_s32(x.a, y.a), vmaxq_s32(x.b, y.b), vmaxq_s32(x.c, y.c), vmaxq_s32(x.d, y.d)}; }
+FLASH_INLINE I load(const int32_t* p) { return {vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}; }
+FLASH_INLINE void store(int32_t* p, I x) {
+  vst1q_s32(p, x.a);
+  vst1q_s32(p + 4, x.b);
+  vst1q_s32(p + 8, x.c);
+  vst1q_s32(p + 12, x.d);
+}
+FLASH_INLINE I to_int(F x) { return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b), vcvtnq_s32_f32(x.c), vcvtnq_s32_f32(x.d)}; }
+FLASH_INLINE void store_i8(int8_t* p, I x) {
+  const int16x8_t lo = vmovn_high_s32(vmovn_s32(x.a), x.b), hi = vmovn_high_s32(vmovn_s32(x.c), x.d);
+  vst1q_s8(p, vmovn_high_s16(vmovn_s16(lo), hi));
+}
+FLASH_INLINE F as_float(I x) {
+  return {vreinterpretq_f32_s32(x.a), vreinterpretq_f32_s32(x.b), vreinterpretq_f32_s32(x.c), vreinterpretq_f32_s32(x.d)};
+}
+FLASH_INLINE I as_int(F x) {
+  return {vreinterpretq_s32_f32(x.a), vreinterpretq_s32_f32(x.b), vreinterpretq_s32_f32(x.c), vreinterpretq_s32_f32(x.d)};
+}
+FLASH_INLINE I magnitude(F x) { return as_int(abs(x)); }
+FLASH_INLINE F first_or(F x, int64_t n, F other) {
+  const int32_t ascending[4] = {0, 1, 2, 3};
+  const int32x4_t count = vdupq_n_s32(static_cast<int32_t>(n < 0 ? 0 : n > 16 ? 16 : n)), lane = vld1q_s32(ascending);
+  return {vbslq_f32(vcgtq_s32(count, lane), x.a, other.a),
+          vbslq_f32(vcgtq_s32(count, vaddq_s32(lane, vdupq_n_s32(4))), x.b, other.b),
+          vbslq_f32(vcgtq_s32(count, vaddq_s32(lane, vdupq_n_s32(8))), x.c, other.c),
+          vbslq_f32(vcgtq_s32(count, vaddq_s32(lane, vdupq_n_s32(12))), x.d, other.d)};
+}
+FLASH_INLINE F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)}; }
+FLASH_INLINE F pow2(F n) {  // 2^(n - kWhole), see exp
+  const I bits = as_int(n) + iset1(127);
+  return as_float({vshlq_n_s32(bits.a, 23), vshlq_n_s32(bits.b, 23), vshlq_n_s32(bits.c, 23), vshlq_n_s32(bits.d, 23)});
+}
 
 // Lane i with i + 8, then + 4, + 2, + 1.
 FLASH_INLINE float sum(F x) {
