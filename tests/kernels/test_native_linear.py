@@ -92,6 +92,17 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(form: WeightFormat) -> None:
         assert torch.equal(three.packed_linear(x[-rows:], layer), full[-rows:])
 
 
+def test_every_number_of_rows_gives_a_row_its_own_bits() -> None:
+    """Tiles are cut by how many rows there are; 12, 16, 28, 36 and 40 end in other tiles than their neighbours."""
+    gen = torch.Generator().manual_seed(21)
+    for form in (FORMATS[0], next(f for f in FORMATS if f.super), next(f for f in FORMATS if f.group == 128)):
+        layer = Native(1).bind_packed((random_weight(gen, form, 37, 288),), torch.randn(37, generator=gen))
+        x = torch.randn(64, 288, generator=gen)
+        alone = torch.cat([Native(1).packed_linear(row[None], layer) for row in x])
+        for rows in range(1, 65):
+            assert torch.equal(Native(2).packed_linear(x[-rows:], layer), alone[-rows:]), (form, rows)
+
+
 @pytest.mark.parametrize("form", EVERY, ids=_label)
 def test_rows_of_a_table_are_its_values(form: WeightFormat) -> None:
     gen = torch.Generator().manual_seed(4)
