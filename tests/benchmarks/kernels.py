@@ -1,50 +1,46 @@
-"""The CPU kernels against the machine they run on, one and two threads in turns.
+"""The CPU kernels against the machine they run on, one thread and all threads in turns.
 
     python tests/benchmarks/kernels.py [MODEL.gguf] [--rounds 7]
 
-Prints, as medians:
+Prints, as medians over rounds in which ours and the machine's figures alternate:
 
-- decode: bytes a second at which the products of one token read int4 weights of SmolLM2's shapes (all layers, 66 MB,
-  each read once), beside a loop that only reads as many bytes in the same run;
+- decode: bytes a second at which a single token's products read int4 weights of SmolLM2's shapes (120 matrices, 66 MB),
+  beside a loop that only reads as many bytes. Twice: the same weights every time, which a large cache keeps, and eight
+  copies in turn, which come from memory;
 - prefill: operations a second of int4 products with 512 rows, beside the same mix of instructions (byte products,
-  conversion, scales, moment) kept in registers and the first-level cache;
-- with a MODEL: a decode step alone, its products, and what Python and dispatch add.
+  conversion, scales, moment) on registers;
+- with a MODEL: a decode step of a lone request, its products, and what Python and dispatch add.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
-import subprocess
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from deepseek_flash.kernels.cpu import build
-from deepseek_flash.kernels.cpu.native import Native
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from machine import Machine, about, machine
+
+from deepseek_flash.kernels.cpu import lib
+from deepseek_flash.kernels.cpu.native import Native, processors
 from deepseek_flash.kernels.ops.packed import PackedLinear, random_weight
-from deepseek_flash.kernels.weights import WeightFormat
+from deepseek_flash.kernels.weights import PackedWeight, WeightFormat, alloc
 
 INT4 = WeightFormat("group", bits=4, group=32, offset="min")
-LAYERS = {"576 in": (30 * (960 + 576 + 3072), 576), "1536 in": (30 * 576, 1536)}
-"""Outputs and inputs of all of SmolLM2's layers, those with equal inputs as one."""
-
-
-def roof() -> ctypes.CDLL:
-    compiler = build.compiler()
-    if compiler is None:
-        raise SystemExit("no C++ compiler")
-    out = Path(tempfile.mkdtemp()) / "roof.so"
-    source = Path(__file__).with_name("roof.cpp")
-    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(out)], check=True)
-    library = ctypes.CDLL(str(out))
-    library.roof_read.restype = library.roof_mix.restype = ctypes.c_double
-    return library
+LAYERS = 30
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+"""Outputs and inputs of one of SmolLM2's layers: qkv, out, gate and up, down."""
+COPIES = 8
+"""Together half a gigabyte: more than the caches of most processors."""
+ROWS = 512
+Layers = list[tuple[torch.Tensor, PackedLinear]]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -53,116 +49,147 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def read_rate(library: ctypes.CDLL, data: torch.Tensor, threads: int) -> float:
-    """Bytes a second."""
-    total = ctypes.c_int64()
-    spent = library.roof_read(
-        ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel()), threads, ctypes.byref(total)
-    )
-    return data.numel() / spent
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
 
 
-def mix_rate(library: ctypes.CDLL, threads: int) -> float:
-    """Operations a second; two a product of bytes."""
-    rounds = 100_000
-    out = (ctypes.c_float * threads)()
-    spent = library.roof_mix(ctypes.c_int64(rounds), threads, out)
-    return threads * rounds * 12 * 16 * 32 * 2 / spent
+@dataclass
+class Measured:
+    """Rates of every round."""
+
+    ours: list[float] = field(default_factory=list)
+    roof: list[float] = field(default_factory=list)
+
+    def share(self) -> float:
+        """Median over rounds: the machine's speed may change between them."""
+        return median(x / y for x, y in zip(self.ours, self.roof, strict=True))
 
 
-def kernels(rounds: int) -> None:
-    library, gen = roof(), torch.Generator().manual_seed(0)
-    decode: dict[int, tuple[list[float], list[float]]] = {1: ([], []), 2: ([], [])}
-    prefill: dict[int, tuple[list[float], list[float]]] = {1: ([], []), 2: ([], [])}
-    natives = {threads: Native(threads) for threads in decode}
-    weights = [random_weight(gen, INT4, n, k) for n, k in LAYERS.values()]
-    nbytes = sum(w.nbytes for w in weights)
-    other = torch.randint(0, 255, (nbytes // 8192 * 8192,), dtype=torch.uint8)
-    small = {(n, k): random_weight(gen, INT4, n, k) for n, k in ((960, 576), (576, 576), (3072, 576), (576, 1536))}
+def chains(native: Native, parts: Iterable[PackedWeight], rows: int = 1) -> Layers:
+    """Matrices with equal inputs as one call each, still one product after the other."""
+    by_inputs: dict[int, list[PackedWeight]] = {}
+    for p in parts:
+        by_inputs.setdefault(p.k, []).append(p)
+    return [(torch.randn(rows, k), native.bind_packed(tuple(same), None)) for k, same in by_inputs.items()]
+
+
+def products(native: Native, layers: Layers) -> Callable[[], None]:
+    def run() -> None:
+        for x, layer in layers:
+            native.packed_linear(x, layer)
+
+    return run
+
+
+def another(weight: PackedWeight) -> PackedWeight:
+    """The same values elsewhere in memory."""
+    out = alloc(weight.format, weight.n, weight.k)
+    out.data.copy_(weight.data)
+    return out
+
+
+def against_the_machine(roof: Machine, rounds: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    threads = sorted({1, processors()})
+    natives = {t: Native(t) for t in threads}
+    shapes = [random_weight(gen, INT4, n, k) for n, k in SHAPES]
+    models = [[another(w) for _ in range(LAYERS) for w in shapes] for _ in range(COPIES)]
+    nbytes = sum(w.nbytes for w in models[0])
+    steps = {t: [products(natives[t], chains(natives[t], model)) for model in models] for t in threads}
+    wide = {t: products(natives[t], [c for w in shapes for c in chains(natives[t], [w], ROWS)]) for t in threads}
+    operations = sum(2 * ROWS * n * k for n, k in SHAPES)
+    memory = torch.randint(0, 255, (COPIES * nbytes // 4096 * 4096 + 64,), dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 64 :][: COPIES * nbytes // 4096 * 4096]
+    kept, cold, prefill = ({t: Measured() for t in threads} for _ in range(3))
     for _ in range(rounds):
-        for threads, native in natives.items():
-            layers = [native.bind_packed((w,), None) for w in weights]
-            one = [torch.randn(1, w.k, generator=gen) for w in weights]
-
-            def step(
-                native: Native = native, layers: list[PackedLinear] = layers, one: list[torch.Tensor] = one
-            ) -> None:
-                for x, layer in zip(one, layers, strict=True):
-                    native.packed_linear(x, layer)
-
-            step()
-            decode[threads][0].append(nbytes / seconds(step))
-            decode[threads][1].append(read_rate(library, other, threads))
-            ops = spent = 0.0
-            for (n, k), w in small.items():
-                layer, x = native.bind_packed((w,), None), torch.randn(512, k, generator=gen)
-                native.packed_linear(x, layer)
-                spent += min(
-                    seconds(lambda native=native, x=x, layer=layer: native.packed_linear(x, layer)) for _ in range(3)
-                )
-                ops += 2 * 512 * n * k
-            prefill[threads][0].append(ops / spent)
-            prefill[threads][1].append(mix_rate(library, threads))
-    print("| | threads | ours | the machine | share | two threads / one |\n|---|---|---|---|---|---|")
-    for label, table, unit in (("decode, GB/s", decode, 1e9), ("prefill, GOP/s", prefill, 1e9)):
-        for threads, (got, most) in table.items():
-            share = statistics.median(g / m for g, m in zip(got, most, strict=True))
-            gain = statistics.median(got) / statistics.median(table[1][0])
-            print(
-                f"| {label} | {threads} | {statistics.median(got) / unit:.1f} | {statistics.median(most) / unit:.1f} "
-                f"| {100 * share:.0f} % | {gain:.2f} |"
-            )
+        for t in threads:
+            steps[t][0]()
+            kept[t].ours.append(nbytes / median(seconds(steps[t][0]) for _ in range(7)))
+            kept[t].roof.append(roof.read_rate(memory[:nbytes], t))
+            cold[t].ours.append(nbytes / median(seconds(step) for step in steps[t]))
+            cold[t].roof.append(roof.read_rate(memory, t, copies=COPIES, passes=COPIES + 1))
+            wide[t]()
+            prefill[t].ours.append(operations / median(seconds(wide[t]) for _ in range(5)))
+            prefill[t].roof.append(roof.mix_rate(t) or float("nan"))
+    print("| | threads | ours | the machine | share | goal | ours, all threads / one | the machine's |")
+    print("|---|---|---|---|---|---|---|---|")
+    for label, table, goal in (
+        (f"decode, the same {nbytes / 1e6:.0f} MB, GB/s", kept, 80),
+        (f"decode, {COPIES} copies in turn, GB/s", cold, 80),
+        (f"prefill, {ROWS} rows, GOP/s", prefill, 50),
+    ):
+        for t, got in table.items():
+            ours, most = median(got.ours), median(got.roof)
+            rates = f"{ours / 1e9:.1f} | {most / 1e9:.1f} | {100 * got.share():.0f} %"
+            gains = f"{ours / median(table[1].ours):.2f} | {most / median(table[1].roof):.2f}"
+            print(f"| {label} | {t} | {rates} | {goal} % | {gains} |")
 
 
-def step_of(model: str, rounds: int) -> None:
+class Spent:
+    """Seconds inside each C function, from now on and for all engines of this process."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, float] = {}
+        library = lib.load()
+        if library is None:
+            raise SystemExit("the native kernels are not there")
+        for name in lib._SIGNATURES:
+            if not name.endswith(("_scratch", "_bytes", "_isas", "_isa")):
+                setattr(library.functions, name, self._timed(name, getattr(library.functions, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            out = call(*arguments)
+            self.by_name[name] = self.by_name.get(name, 0.0) + time.perf_counter() - begin
+            return out
+
+        return run
+
+    def taken(self) -> dict[str, float]:
+        """What has come together since the last call."""
+        out, self.by_name = self.by_name, {}
+        return out
+
+
+def lone_step(model: str, rounds: int) -> None:
     """What a token of a lone request is spent on."""
     from deepseek_flash import FlashEngine
 
-    spent: dict[str, float] = {}
-
-    def timed(name: str) -> None:
-        call = getattr(Native, name)
-
-        def run(*arguments: object) -> object:
-            begin = time.perf_counter()
-            out = call(*arguments)
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
-            return out
-
-        setattr(Native, name, run)
-
-    for name in ("decoder_stack", "packed_linear", "packed_rows", "argmax"):
-        timed(name)
-    new = 129
+    spent, new = Spent(), 128
     steps: list[float] = []
-    inside: list[float] = []
-    products: list[float] = []
-    with FlashEngine(model, max_model_len=1024) as engine:
-        inner = engine._runtime.model
-        native, chains = Native(), []
-        parts = [p for w in inner._stack.layers for one in (w.qkv, w.out, w.gate_up, w.down) for p in one.parts]
-        for k in sorted({p.k for p in parts}):
-            layer = native.bind_packed(tuple(p for p in parts if p.k == k), None)
-            chains.append((torch.randn(1, k), layer))
-        chains.append((torch.randn(1, inner.embed.packed.inputs), native.bind_packed(inner.embed.packed.parts, None)))
+    alone: list[float] = []
+    inside: list[dict[str, float]] = []
+    with FlashEngine(model, max_model_len=1024, enable_prefix_caching=False) as engine:
+        net: Any = engine._runtime.model
+        native = Native()
+        layers = [p for w in net._stack.layers for one in (w.qkv, w.out, w.gate_up, w.down) for p in one.parts]
+        head = (net.embed if net.head is None else net.head).packed
+        run_products = products(native, chains(native, [*layers, *head.parts]))
 
-        def all_products() -> None:
-            for x, layer in chains:
-                native.packed_linear(x, layer)
-
-        all_products()
-        for _ in range(rounds):
-            engine.generate("Once upon a time", max_new_tokens=1, temperature=0.0)
-            spent.clear()
+        def generate(count: int) -> tuple[float, dict[str, float]]:
+            spent.taken()
             whole = seconds(
-                lambda: engine.generate("Once upon a time", max_new_tokens=new, temperature=0.0, ignore_eos=True)
+                lambda: engine.generate("Once upon a time", max_new_tokens=count, temperature=0.0, ignore_eos=True)
             )
-            steps.append(whole / new)
-            inside.append(sum(spent.values()) / new)
-            products.append(min(seconds(all_products) for _ in range(20)))
-    step, kernel, product = (1e3 * statistics.median(x) for x in (steps, inside, products))
-    print(f"\na token alone: {step:.2f} ms; in kernels {kernel:.2f} ms; its products alone {product:.2f} ms")
-    print(f"Python and dispatch: {100 * (1 - kernel / step):.1f} % of the step; step / products: {step / product:.2f}")
+            return whole, spent.taken()
+
+        generate(8)
+        for _ in range(rounds):
+            (one, one_by), (many, many_by) = generate(1), generate(1 + new)  # their difference is decoding alone
+            steps.append((many - one) / new)
+            inside.append({name: (s - one_by.get(name, 0.0)) / new for name, s in many_by.items()})
+            run_products()
+            alone.append(median(seconds(run_products) for _ in range(15)))
+    print(f"\nA token alone, ms (median of {rounds} rounds, {new} tokens each):\n\n| what | ms |\n|---|---|")
+    print(f"| the whole step | {1e3 * median(steps):.3f} |")
+    for name in inside[0]:
+        print(f"| in {name} | {1e3 * median(by[name] for by in inside):.3f} |")
+    print(f"| its products alone | {1e3 * median(alone):.3f} |\n")
+    rest = median(1 - sum(by.values()) / step for by, step in zip(inside, steps, strict=True))
+    ratio = median(step / product for step, product in zip(steps, alone, strict=True))
+    print(f"Python and dispatch: {100 * rest:.1f} % of the step (goal: below 10 %)")
+    print(f"step / products: {ratio:.2f} (goal: at most 1.5)")
 
 
 def main() -> None:
@@ -170,9 +197,10 @@ def main() -> None:
     a.add_argument("model", nargs="?")
     a.add_argument("--rounds", type=int, default=7)
     o = a.parse_args()
-    kernels(o.rounds)
+    print(about() + "\n")
+    against_the_machine(machine(), o.rounds)
     if o.model:
-        step_of(o.model, o.rounds)
+        lone_step(o.model, o.rounds)
 
 
 if __name__ == "__main__":
