@@ -89,7 +89,7 @@ class Kernels:
     paged_attention: Callable[[torch.Tensor, Cache, Cache, AttentionPlan, float], torch.Tensor]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, Sequence[Choice]], torch.Tensor]
-    bind_packed: Callable[[tuple[PackedWeight, ...], torch.Tensor | None], PackedLinear]
+    bind_packed: Callable[[tuple[PackedWeight, ...], torch.Tensor | None, bool], PackedLinear]
     packed_linear: Callable[[torch.Tensor, PackedLinear], torch.Tensor]
     packed_rows: Callable[[PackedLinear, torch.Tensor], torch.Tensor]
     bind_stack: Callable[[StackWeights], StackWeights]

@@ -58,7 +58,8 @@ class Attention(nn.Module):
         self._paged_attention = kernels.paged_attention
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
         self.scale = head_dim**-0.5
-        self.qkv = Linear(kernels, hidden, (heads + 2 * kv_heads) * head_dim, bias=qkv_bias)
+        # Where int8 activations cost the most quality (docs/kernels.md).
+        self.qkv = Linear(kernels, hidden, (heads + 2 * kv_heads) * head_dim, bias=qkv_bias, fine=True)
         self.out = Linear(kernels, heads * head_dim, hidden, bias=out_bias)
         self.norm_eps = norm_eps
         self.q_norm = None if norm_eps is None else empty(head_dim)

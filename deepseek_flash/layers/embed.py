@@ -12,7 +12,8 @@ from deepseek_flash.layers.linear import empty
 
 
 class Embedding(nn.Module):
-    """ids int64 [T] → [T, dim]; as a tied head, rows [R, dim] → logits [R, vocab] with the same table."""
+    """ids int64 [T] → [T, dim]; as a tied head, rows [R, dim] → logits [R, vocab] with the same table (and fine
+    activations: see ``Linear``)."""
 
     weight: nn.Parameter | None
 
@@ -30,7 +31,7 @@ class Embedding(nn.Module):
 
     def take_weight(self, parts: tuple[PackedWeight, ...]) -> None:
         """A table that stays packed, in place of the parameter."""
-        self.packed, self.weight = self._bind(parts, None), None
+        self.packed, self.weight = self._bind(parts, None, True), None
 
     def weight_bytes(self) -> int:
         """Bytes of the table."""

@@ -16,16 +16,19 @@ def empty(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """``x [T, in]`` → [T, out]. Several projections of the same input are one layer, their rows one below the other."""
+    """``x [T, in]`` → [T, out]. Several projections of the same input are one layer, their rows one below the other.
+
+    ``fine``: with quantised weights, take activations of 15 bits instead of 8.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, kernels: Kernels, inputs: int, outputs: int, *, bias: bool = False) -> None:
+    def __init__(self, kernels: Kernels, inputs: int, outputs: int, *, bias: bool = False, fine: bool = False) -> None:
         super().__init__()
         self._linear, self._pack = kernels.linear, kernels.pack_linear
         self._packed_linear, self._bind = kernels.packed_linear, kernels.bind_packed
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self._fine = inputs, outputs, fine
         self.weight = empty(outputs, inputs)
         self.bias = empty(outputs) if bias else None
         self._parts: tuple[PackedWeight, ...] = ()
@@ -40,7 +43,7 @@ class Linear(nn.Module):
     def after_load(self) -> None:
         """Put the weight into the kernels' form and drop the plain one."""
         if self._parts:
-            self.packed = self._bind(self._parts, None if self.bias is None else self.bias.detach())
+            self.packed = self._bind(self._parts, None if self.bias is None else self.bias.detach(), self._fine)
             self._parts = ()
         elif self.weight is not None:
             self._wide = self._pack(self.weight.detach())

@@ -130,7 +130,7 @@ class DenseModel(Model):
         self.embed = Embedding(kernels, info.vocab_size, info.hidden_size)
         self.layers = nn.ModuleList(DenseLayer(info, kernels, i) for i in range(info.num_layers))
         self.norm = RMSNorm(kernels, info.hidden_size, info.eps)
-        self.head = None if info.tied else Linear(kernels, info.hidden_size, info.vocab_size)
+        self.head = None if info.tied else Linear(kernels, info.hidden_size, info.vocab_size, fine=True)
         self._info, self._kernels = info, kernels
         self._stack: StackWeights | None = None
         self._caches: tuple[KVStore, tuple[LayerCache, ...]] | None = None

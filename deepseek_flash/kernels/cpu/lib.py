@@ -24,7 +24,7 @@ class FlashLinear(ctypes.Structure):
 
 
 FlashLinear._fields_ = [
-    *((name, c_int32) for name in ("kind", "bits", "group", "offset", "zero", "super")),
+    *((name, c_int32) for name in ("kind", "bits", "group", "offset", "zero", "super", "fine")),
     ("n", c_int64),
     ("k", c_int64),
     ("data", c_void_p),

@@ -129,17 +129,20 @@ class Native:
 
     # -- packed weights
 
-    def bind_packed(self, parts: tuple[PackedWeight, ...], bias: torch.Tensor | None) -> PackedLinear:
+    def bind_packed(
+        self, parts: tuple[PackedWeight, ...], bias: torch.Tensor | None, fine: bool = False
+    ) -> PackedLinear:
         first: Any = None
         at = sum(p.n for p in parts)
         for part in reversed(parts):  # a chain: each knows the next
             at -= part.n
             made = describe(part.format, part.n, part.k)
+            made.fine = fine
             made.data = part.data.data_ptr()
             made.bias = None if bias is None else bias.data_ptr() + 4 * at
             made.next = None if first is None else ctypes.pointer(first)
             first = made
-        return PackedLinear(parts, bias, native=first)
+        return PackedLinear(parts, bias, fine, native=first)
 
     def packed_linear(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         c = self.library
@@ -159,7 +162,11 @@ class Native:
         return out
 
     def _bound(self, weight: PackedLinear) -> Any:
-        return weight.native if weight.native is not None else self.bind_packed(weight.parts, weight.bias).native
+        return (
+            weight.native
+            if weight.native is not None
+            else self.bind_packed(weight.parts, weight.bias, weight.fine).native
+        )
 
     # -- cache and attention
 

@@ -14,6 +14,9 @@ import torch
 from deepseek_flash.kernels.op import Case, Cost, Op, nbytes, rand
 from deepseek_flash.kernels.weights import SUPER, PackedWeight, PlainWeight, WeightFormat, dequantize, pack, unpack
 
+FINE = 127 * 128
+"""Largest whole number of fine activations: two signed bytes, the lower one of seven bits."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
@@ -22,6 +25,8 @@ class PackedLinear:
     parts: tuple[PackedWeight, ...]
     bias: torch.Tensor | None
     """fp32 [outputs]"""
+    fine: bool = False
+    """Whether GroupQuant parts take activations of 15 bits instead of 8."""
     native: Any = field(default=None, repr=False)
     """Belongs to the implementation that bound it."""
 
@@ -39,37 +44,38 @@ class PackedLinear:
         return sum(p.nbytes for p in self.parts) + nbytes(self.bias)
 
 
-def bind_packed(parts: tuple[PackedWeight, ...], bias: torch.Tensor | None) -> PackedLinear:
+def bind_packed(parts: tuple[PackedWeight, ...], bias: torch.Tensor | None, fine: bool = False) -> PackedLinear:
     """What ``packed_linear`` takes: made once, when the weights are there."""
-    return PackedLinear(parts, bias)
+    return PackedLinear(parts, bias, fine)
 
 
-def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` fp32 [T, k], k padded with zeros to the group → (whole numbers -127..127 [T, groups, group] fp32, scale
-    [T, groups]): scale = max |x| / 127 of the group, q = x * (127 / max |x|) rounded to even."""
+def quantize_rows(x: torch.Tensor, group: int, levels: int = 127) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` fp32 [T, k], k padded with zeros to the group → (whole numbers up to ``levels`` [T, groups, group] fp32,
+    scale [T, groups]): scale = max |x| / levels of the group, q = x * (levels / max |x|) rounded to even."""
     pad = -x.shape[1] % group
     rows = torch.nn.functional.pad(x, (0, pad)).view(x.shape[0], -1, group)
     top = rows.abs().amax(-1)
     # A number divided by a tensor is its reciprocal times the number in torch: rounded twice.
-    inverse = torch.where(top > 0, torch.full_like(top, 127.0) / top, 0.0)
-    return (rows * inverse.unsqueeze(-1)).round(), top / 127.0
+    inverse = torch.where(top > 0, torch.full_like(top, levels) / top, 0.0)
+    return (rows * inverse.unsqueeze(-1)).round(), top / levels
 
 
 def packed_linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
     """``x [T, inputs]`` fp32 → fp32 [T, outputs], bias added.
 
-    GroupQuant parts take x as int8, one scale a token and group; sums over a group are exact, those over groups fp32.
+    GroupQuant parts take x as int8, one scale a token and group (as whole numbers up to ``FINE`` where the layer is
+    fine); sums over a group are exact, those over groups fp32.
     Float parts take x as it is.
     """
-    y = torch.cat([_part(x, p) for p in weight.parts], dim=-1)
+    y = torch.cat([_part(x, p, FINE if weight.fine else 127) for p in weight.parts], dim=-1)
     return y if weight.bias is None else y + weight.bias
 
 
-def _part(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def _part(x: torch.Tensor, packed: PackedWeight, levels: int) -> torch.Tensor:
     plain = unpack(packed)
     w = dequantize(plain)
     if packed.format.kind == "group":
-        q, scale = quantize_rows(x, packed.format.group)
+        q, scale = quantize_rows(x, packed.format.group, levels)
         x = (q * scale.unsqueeze(-1)).flatten(1)[:, : packed.k]
     return x @ w.T
 
@@ -132,8 +138,9 @@ def _label(form: WeightFormat) -> str:
 def _inputs(gen: torch.Generator) -> Iterator[Case]:
     for form in FORMATS:
         for tokens, k, n in ((1, 256, 40), (5, 512, 129), (40, 256, 16)):
-            layer = PackedLinear((random_weight(gen, form, n, k),), None)
-            yield Case(f"{_label(form)} t{tokens} k{k} n{n}", (rand(gen, tokens, k), layer))
+            for fine in (False, True):
+                layer = PackedLinear((random_weight(gen, form, n, k),), None, fine)
+                yield Case(f"{_label(form)} t{tokens} k{k} n{n}{' fine' * fine}", (rand(gen, tokens, k), layer))
     parts = tuple(random_weight(gen, f, n, 256) for f, n in ((FORMATS[3], 32), (FORMATS[5], 17), (FORMATS[8], 3)))
     yield Case("three formats, bias", (rand(gen, 7, 256), PackedLinear(parts, rand(gen, 52))))
     yield Case("odd inputs", (rand(gen, 3, 75), PackedLinear((random_weight(gen, FORMATS[0], 21, 75),), rand(gen, 21))))
@@ -158,6 +165,6 @@ def _rows_cost(weight: PackedLinear, ids: torch.Tensor) -> Cost:
     return Cost(0, nbytes(ids) + ids.numel() * (4 * weight.inputs + weight.nbytes // weight.outputs))
 
 
-BIND_PACKED = Op("bind_packed", bind_packed, _bind_inputs, 0.0, lambda parts, bias: Cost(0, 1))
+BIND_PACKED = Op("bind_packed", bind_packed, _bind_inputs, 0.0, lambda parts, bias, fine=False: Cost(0, 1))
 PACKED_LINEAR = Op("packed_linear", packed_linear, _inputs, 1e-5, _cost)
 PACKED_ROWS = Op("packed_rows", packed_rows, _rows_inputs, 1e-6, _rows_cost)

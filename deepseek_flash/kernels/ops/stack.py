@@ -104,8 +104,8 @@ def _weights(
     inner: int,
     head_norm: bool,
 ) -> StackWeights:
-    def linear(n: int, k: int, bias: bool = False) -> PackedLinear:
-        return PackedLinear((random_weight(gen, form, n, k),), 0.1 * rand(gen, n) if bias else None)
+    def linear(n: int, k: int, bias: bool = False, fine: bool = False) -> PackedLinear:
+        return PackedLinear((random_weight(gen, form, n, k),), 0.1 * rand(gen, n) if bias else None, fine)
 
     def norm(*shape: int) -> torch.Tensor:
         return 1 + 0.1 * rand(gen, *shape)
@@ -119,7 +119,7 @@ def _weights(
                 norm=norm(hidden),
                 mlp_norm=norm(hidden),
                 head_norm=norm(heads + kv_heads, dim) if head_norm else None,
-                qkv=linear((heads + 2 * kv_heads) * dim, hidden, bias=True),
+                qkv=linear((heads + 2 * kv_heads) * dim, hidden, bias=True, fine=True),
                 out=linear(hidden, heads * dim),
                 gate_up=linear(2 * inner, hidden),
                 down=linear(hidden, inner),

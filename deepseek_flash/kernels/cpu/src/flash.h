@@ -39,6 +39,7 @@ typedef struct flash_linear {
   int32_t zero;        // offset 0
   int32_t super;       // 0: d (and m) fp16 a group; 1: d = D sc, m = -M mn with 8-bit sc, mn a group and fp16 D, M
                        // a super-block of 256 values (offset 0 or 1)
+  int32_t fine;        // 1: activations as whole numbers of 15 bits, 0: of 8 (GroupQuant)
   int64_t n, k;        // outputs, inputs
   const void* data;    // packed panels of 16 outputs
   const float* bias;   // [n] or NULL

@@ -13,7 +13,7 @@ constexpr int64_t kAlign = 64;
 int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 bool sound(const flash_linear& w) {
-  if (w.n < 1 || w.k < 1 || w.kind < 0 || w.kind > 3) return false;
+  if (w.n < 1 || w.k < 1 || w.kind < 0 || w.kind > 3 || w.fine < 0 || w.fine > 1) return false;
   if (w.kind) return true;
   const bool group = w.group == 16 || w.group == 32 || w.group == 64 || w.group == 128;
   if (!group || w.offset < 0 || w.offset > 2 || (w.super && (w.super != 1 || w.offset == 2))) return false;
@@ -28,14 +28,18 @@ bool all_sound(const flash_linear* w) {
   return true;
 }
 
-int form_of(int32_t group) { return group == 16 ? 0 : group == 32 ? 1 : group == 64 ? 2 : 3; }
+constexpr int kForms = 8;
+
+int form_of(const flash_linear& w) { return (w.group == 16 ? 0 : w.group == 32 ? 1 : w.group == 64 ? 2 : 3) + 4 * w.fine; }
+int32_t group_of(int form) { return 16 << form % 4; }
+int32_t terms_of(int form) { return form < 4 ? 1 : 2; }
 
 // Groups a row can hold, super-blocks rounded up.
-int64_t form_stride(int64_t k, int form) { return rounded(k, kSuper) / (16 << form); }
+int64_t form_stride(int64_t k, int form) { return rounded(k, kSuper) / group_of(form); }
 
 }  // namespace
 
-uint32_t group_bit(const flash_linear& w) { return w.kind ? 0u : 1u << form_of(w.group); }
+uint32_t group_bit(const flash_linear& w) { return w.kind ? 0u : 1u << form_of(w); }
 
 int64_t outputs(const flash_linear& w) {
   int64_t n = 0;
@@ -50,21 +54,22 @@ int64_t linear_buffer(const flash_linear& w) {
 
 int64_t quant_forms_bytes(uint32_t groups, int64_t widest, int64_t rows) {
   int64_t total = 0;
-  for (int f = 0; f < 4; ++f)
+  for (int f = 0; f < kForms; ++f)
     if (groups >> f & 1)
-      total += rounded(rows * rounded(widest, kSuper), kAlign) + rounded(rows * form_stride(widest, f) * 8, kAlign);
+      total += rounded(rows * rounded(widest, kSuper) * terms_of(f), kAlign) + rounded(rows * form_stride(widest, f) * 8, kAlign);
   return total;
 }
 
 QuantForms quant_forms(uint32_t groups, int64_t widest, int64_t rows, void* memory) {
   QuantForms out{};
   char* at = static_cast<char*>(memory);
-  for (int f = 0; f < 4; ++f) {
+  for (int f = 0; f < kForms; ++f) {
     if (!(groups >> f & 1)) continue;
     QuantRows& q = out.form[f];
-    q.group = 16 << f;
+    q.group = group_of(f);
+    q.terms = terms_of(f);
     q.rows = rows;
-    q.ldq = rounded(widest, kSuper);
+    q.ldq = rounded(widest, kSuper) * q.terms;
     q.stride = form_stride(widest, f);
     if (!at) continue;
     q.q = reinterpret_cast<int8_t*>(at);
@@ -85,7 +90,7 @@ void quantize_forms(const QuantForms& forms, const flash_linear& w, const float*
     int64_t inputs = padded_k(*p);  // super-blocks are multiplied to their end
     for (const flash_linear* o = p->next; o; o = o->next)
       if (group_bit(*o) == bit && padded_k(*o) > inputs) inputs = padded_k(*o);
-    ops().quantize(x, ldx, p->k, inputs / p->group, forms.form[form_of(p->group)], begin, end);
+    ops().quantize(x, ldx, p->k, inputs / p->group, forms.form[form_of(*p)], begin, end);
   }
 }
 
@@ -99,7 +104,7 @@ void linear_prepared(Pool* pool, const flash_linear& w, const QuantForms& forms,
     parallel_for(pool, panels(*p), grain, [&](int32_t thread, int64_t begin, int64_t end) {
       void* buffer = static_cast<char*>(buffers) + thread * buffer_bytes;
       if (p->kind) op.linear_float(*p, x, ldx, rows, y, ldy, begin, end, buffer);
-      else op.linear_quant(*p, forms.form[form_of(p->group)], y, ldy, begin, end, buffer);
+      else op.linear_quant(*p, forms.form[form_of(*p)], y, ldy, begin, end, buffer);
     });
   }
 }

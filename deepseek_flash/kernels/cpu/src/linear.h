@@ -7,12 +7,12 @@
 
 namespace flash {
 
-// A set of group sizes as bits: 16, 32, 64, 128 are bits 0 to 3; float kinds need none.
+// A set of forms as bits: groups of 16, 32, 64, 128 are bits 0 to 3, with two terms 4 to 7; float kinds need none.
 uint32_t group_bit(const flash_linear& w);
 
-// Int8 forms of the same rows, one for each group size that some reader uses.
+// Forms of the same rows, one for each group size and precision that some reader uses.
 struct QuantForms {
-  QuantRows form[4];  // by group size; unused ones have q == nullptr
+  QuantRows form[8];  // by group size, then again with two terms; unused ones have q == nullptr
 };
 
 int64_t outputs(const flash_linear& w);        // of all parts

@@ -125,7 +125,7 @@ FLASH_INLINE void put(F y, const flash_linear& w, int64_t panel, float* out) {
 }
 
 // One tile of rows times one panel, straight from the stream. UNITS: of a group, 0 when it is not known.
-template <int BITS, int STEPS, int UNITS, int ROWS>
+template <int BITS, int STEPS, int UNITS, int TERMS, int ROWS>
 inline void stream_tile(const flash_linear& w, const QuantRows& x, int64_t row, float* y, int64_t ldy, int64_t panel) {
   constexpr int kBytes = STEPS * (BITS == 8 ? 64 : 32);
   Walk walk{static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)};
@@ -139,10 +139,16 @@ inline void stream_tile(const flash_linear& w, const QuantRows& x, int64_t row, 
   for (int64_t g = 0; g < groups; ++g, scales += 2 * ROWS) {
     const Scales s = walk.head(w);
     Partial<BITS, STEPS> sums[ROWS];
-    for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS) {
-      const uint8_t* here = walk.at + u * kBytes;
-      for (int ahead = 0; ahead < kBytes; ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
-      unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), q);
+#pragma GCC unroll 2
+    for (int term = 0; term < TERMS; ++term) {
+      if (term)
+        for (int r = 0; r < ROWS; ++r) sums[r].next_term();
+      for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS) {
+        const uint8_t* here = walk.at + u * kBytes;
+        if (term == 0)
+          for (int ahead = 0; ahead < kBytes; ahead += 64) __builtin_prefetch(here + kPrefetch + ahead);
+        unit_steps<BITS, STEPS, ROWS, false>(sums, here, walk.at + nibbles + u * (BITS == 5 ? 64 : 16 * STEPS), q);
+      }
     }
     walk.at += codes;
     add_group<BITS, STEPS, ROWS>(sum, sums, s, scales);
@@ -176,7 +182,7 @@ inline void unpack_panel(const flash_linear& w, int64_t panel, float* scales, ui
 }
 
 // ahead: where the next panel's stream starts, to be fetched meanwhile, or null.
-template <int BITS, int STEPS, int UNITS, int ROWS>
+template <int BITS, int STEPS, int UNITS, int TERMS, int ROWS>
 inline void unpacked_tile(const flash_linear& w, const float* panel_scales, const uint8_t* bytes, const QuantRows& x,
                           int64_t row, float* y, int64_t ldy, int64_t panel, const uint8_t* ahead) {
   const int64_t record = head_bytes(w) + code_bytes(w);
@@ -189,8 +195,14 @@ inline void unpacked_tile(const flash_linear& w, const float* panel_scales, cons
     if (ahead)
       for (const uint8_t* end = ahead + record; ahead < end; ahead += 64) __builtin_prefetch(ahead);
     Partial<BITS, STEPS> sums[ROWS];
-    for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS, bytes += 64 * STEPS)
-      unit_steps<BITS, STEPS, ROWS, true>(sums, bytes, nullptr, q);
+#pragma GCC unroll 2
+    for (int term = 0; term < TERMS; ++term) {
+      if (term)
+        for (int r = 0; r < ROWS; ++r) sums[r].next_term();
+      for (int64_t u = 0; u < units; ++u, q += 4 * STEPS * ROWS)
+        unit_steps<BITS, STEPS, ROWS, true>(sums, bytes + u * 64 * STEPS, nullptr, q);
+    }
+    bytes += units * 64 * STEPS;
     add_group<BITS, STEPS, ROWS>(sum, sums, {load(panel_scales), load(panel_scales + kPanel)}, scales);
   }
   for (int r = 0; r < ROWS; ++r) put(sum[r], w, panel, y + (row + r) * ldy);
@@ -204,17 +216,17 @@ FLASH_INLINE void with_width(int64_t width, Do f) {
   else if constexpr (ROWS > 1) with_width<ROWS / 2>(width, f);
 }
 
-template <int BITS, int STEPS, int UNITS>
+template <int BITS, int STEPS, int UNITS, int TERMS>
 struct Streamed {
   const flash_linear& w;
   const QuantRows& x;
   int64_t row;
   float* y;
   int64_t ldy, panel;
-  template <int ROWS> FLASH_INLINE void operator()() { stream_tile<BITS, STEPS, UNITS, ROWS>(w, x, row, y, ldy, panel); }
+  template <int ROWS> FLASH_INLINE void operator()() { stream_tile<BITS, STEPS, UNITS, TERMS, ROWS>(w, x, row, y, ldy, panel); }
 };
 
-template <int BITS, int STEPS, int UNITS>
+template <int BITS, int STEPS, int UNITS, int TERMS>
 struct Unpacked {
   const flash_linear& w;
   const QuantRows& x;
@@ -224,14 +236,14 @@ struct Unpacked {
   const float* scales;
   const uint8_t *bytes, *ahead;
   template <int ROWS> FLASH_INLINE void operator()() {
-    unpacked_tile<BITS, STEPS, UNITS, ROWS>(w, scales, bytes, x, row, y, ldy, panel, ahead);
+    unpacked_tile<BITS, STEPS, UNITS, TERMS, ROWS>(w, scales, bytes, x, row, y, ldy, panel, ahead);
   }
 };
 
 // Rows whose activations stay in the second-level cache while the panels go by.
 constexpr int64_t kRowsAtOnce = 20 * kMostRows;
 
-template <int BITS, int STEPS, int UNITS>
+template <int BITS, int STEPS, int UNITS, int TERMS>
 inline void quant_panels(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
                          void* buffer) {
   float* scales = static_cast<float*>(buffer);
@@ -247,8 +259,8 @@ inline void quant_panels(const flash_linear& w, const QuantRows& x, float* y, in
       const uint8_t* ahead = panel + 1 < end ? static_cast<const uint8_t*>(w.data) + (panel + 1) * panel_bytes(w) : nullptr;
       while (bottom < x.rows && bottom - top < kRowsAtOnce) {
         const RowTile tile = tile_of<kMostRows>(bottom, x.rows);
-        if (few) with_width<kMostRows>(tile.width, Streamed<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel});
-        else with_width<kMostRows>(tile.width, Unpacked<BITS, STEPS, UNITS>{w, x, bottom, y, ldy, panel, scales, bytes, ahead});
+        if (few) with_width<kMostRows>(tile.width, Streamed<BITS, STEPS, UNITS, TERMS>{w, x, bottom, y, ldy, panel});
+        else with_width<kMostRows>(tile.width, Unpacked<BITS, STEPS, UNITS, TERMS>{w, x, bottom, y, ldy, panel, scales, bytes, ahead});
         ahead = nullptr;
         bottom += tile.width;
       }
@@ -257,33 +269,41 @@ inline void quant_panels(const flash_linear& w, const QuantRows& x, float* y, in
   }
 }
 
-template <int BITS>
+template <int BITS, int TERMS>
 inline void quant_bits(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
                        void* buffer) {
   if (w.group == 16) {
-    if constexpr (BITS != 5) quant_panels<BITS, 4, 1>(w, x, y, ldy, begin, end, buffer);
+    if constexpr (BITS != 5) quant_panels<BITS, 4, 1, TERMS>(w, x, y, ldy, begin, end, buffer);
   } else if (w.group == 32) {
-    quant_panels<BITS, 8, 1>(w, x, y, ldy, begin, end, buffer);
+    quant_panels<BITS, 8, 1, TERMS>(w, x, y, ldy, begin, end, buffer);
   } else {
-    quant_panels<BITS, 8, 0>(w, x, y, ldy, begin, end, buffer);
+    quant_panels<BITS, 8, 0, TERMS>(w, x, y, ldy, begin, end, buffer);
   }
+}
+
+template <int TERMS>
+inline void quant_terms(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
+                        void* buffer) {
+  if (w.bits == 4) quant_bits<4, TERMS>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 5) quant_bits<5, TERMS>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 6) quant_bits<6, TERMS>(w, x, y, ldy, begin, end, buffer);
+  else if (w.bits == 8) quant_bits<8, TERMS>(w, x, y, ldy, begin, end, buffer);
 }
 
 inline void linear_quant(const flash_linear& w, const QuantRows& x, float* y, int64_t ldy, int64_t begin, int64_t end,
                          void* buffer) {
-  if (w.bits == 4) quant_bits<4>(w, x, y, ldy, begin, end, buffer);
-  else if (w.bits == 5) quant_bits<5>(w, x, y, ldy, begin, end, buffer);
-  else if (w.bits == 6) quant_bits<6>(w, x, y, ldy, begin, end, buffer);
-  else if (w.bits == 8) quant_bits<8>(w, x, y, ldy, begin, end, buffer);
+  if (x.terms == 2) quant_terms<2>(w, x, y, ldy, begin, end, buffer);
+  else quant_terms<1>(w, x, y, ldy, begin, end, buffer);
 }
 
 // --------------------------------------------------------------------------------------------------- activations
 
 // One row of a tile, sixteen groups of PARTS registers at a time, so that what belongs to a group is one lane of what is
 // computed for all of them. x has whole groups.
-template <int PARTS>
+template <int PARTS, int TERMS>
 FLASH_INLINE void quantize_row(const float* x, int64_t groups, int8_t* to, int64_t width, float* scales) {
   constexpr int kUnits = PARTS > 2 ? PARTS / 2 : 1, kUnit = 16 * PARTS / kUnits;  // bytes that stay together
+  constexpr float kLevels = TERMS == 2 ? 127.0f * 128.0f : 127.0f;
   constexpr int kAtOnce = 16;
   for (int64_t first = 0; first < groups; first += kAtOnce) {
     const int64_t count = groups - first < kAtOnce ? groups - first : kAtOnce;
@@ -297,17 +317,24 @@ FLASH_INLINE void quantize_row(const float* x, int64_t groups, int8_t* to, int64
     // Not a number when some value is not finite; never so small that its inverse is not.
     const F most = max(set1(kLeastMagnitude), as_float(tops(lanes)));
     float scale[kAtOnce], inverse[kAtOnce], total[kAtOnce];
-    store(scale, fma(most, zero(), most / set1(127.0f)));
-    store(inverse, set1(127.0f) / most);
+    store(scale, fma(most, zero(), most / set1(kLevels)));
+    store(inverse, set1(kLevels) / most);
     for (int64_t g = 0; g < count; ++g, x += 16 * PARTS) {
       I sum = izero();
 #pragma GCC unroll 8
       for (int p = 0; p < PARTS; ++p) {
         const I q = to_int(load(x + 16 * p) * set1(inverse[g]));
         sum = sum + q;
-        store_i8(to + 16 * p / kUnit * kUnit * width + 16 * p % kUnit, q);
+        int8_t* at = to + 16 * p / kUnit * kUnit * width + 16 * p % kUnit;
+        if constexpr (TERMS == 2) {
+          const I high = shifted_down<7>(q + iset1(64));
+          store_i8(at, high);
+          store_i8(at + 16 * PARTS * width, q - shifted_up<7>(high));
+        } else {
+          store_i8(at, q);
+        }
       }
-      to += 16 * PARTS * width;
+      to += 16 * PARTS * TERMS * width;
       lanes[g] = sum;
     }
     store(total, to_float(sums(lanes)));
@@ -318,7 +345,7 @@ FLASH_INLINE void quantize_row(const float* x, int64_t groups, int8_t* to, int64
   }
 }
 
-template <int PARTS>
+template <int PARTS, int TERMS>
 inline void quantize_rows(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
                           int64_t end) {
   constexpr int64_t kGroup = 16 * PARTS, kUnit = PARTS > 1 ? 32 : 16;
@@ -328,22 +355,29 @@ inline void quantize_rows(const float* x, int64_t ldx, int64_t k, int64_t groups
     const RowTile tile = tile_of<kMostRows>(row, out.rows);
     int8_t* to = out.q + tile.first * out.ldq + kUnit * (row - tile.first);
     float* scales = out.scales + tile.first * 2 * out.stride + (row - tile.first);
-    quantize_row<PARTS>(from, whole, to, tile.width, scales);
+    quantize_row<PARTS, TERMS>(from, whole, to, tile.width, scales);
     for (int64_t g = whole; g < groups; ++g) {  // the end of the row, and of its super-block
       float rest[kGroup] = {};
       const int64_t left = k - g * kGroup;
       if (left > 0) std::memcpy(rest, from + g * kGroup, static_cast<size_t>(left) * sizeof(float));
-      quantize_row<PARTS>(rest, 1, to + g * kGroup * tile.width, tile.width, scales + g * 2 * tile.width);
+      quantize_row<PARTS, TERMS>(rest, 1, to + g * kGroup * TERMS * tile.width, tile.width, scales + g * 2 * tile.width);
     }
   }
 }
 
+template <int PARTS>
+FLASH_INLINE void quantize_terms(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out,
+                                 int64_t begin, int64_t end) {
+  if (out.terms == 2) quantize_rows<PARTS, 2>(x, ldx, k, groups, out, begin, end);
+  else quantize_rows<PARTS, 1>(x, ldx, k, groups, out, begin, end);
+}
+
 inline void quantize(const float* x, int64_t ldx, int64_t k, int64_t groups, const QuantRows& out, int64_t begin,
                      int64_t end) {
-  if (out.group == 16) quantize_rows<1>(x, ldx, k, groups, out, begin, end);
-  else if (out.group == 32) quantize_rows<2>(x, ldx, k, groups, out, begin, end);
-  else if (out.group == 64) quantize_rows<4>(x, ldx, k, groups, out, begin, end);
-  else quantize_rows<8>(x, ldx, k, groups, out, begin, end);
+  if (out.group == 16) quantize_terms<1>(x, ldx, k, groups, out, begin, end);
+  else if (out.group == 32) quantize_terms<2>(x, ldx, k, groups, out, begin, end);
+  else if (out.group == 64) quantize_terms<4>(x, ldx, k, groups, out, begin, end);
+  else quantize_terms<8>(x, ldx, k, groups, out, begin, end);
 }
 
 // ------------------------------------------------------------------------------------------------ float weights

@@ -7,12 +7,15 @@
 
 namespace flash {
 
-// Activations of some rows as int8 with a scale for every group, for GroupQuant products. Rows are cut into tiles (first
-// row, width; see row_tiles.h), the rows of a tile lie side by side, so that a product walks a tile with one pointer:
-//   q        tile at first * ldq bytes:   [unit of 32 inputs, 16 for groups of 16][row of the tile][unit] int8; zero from
-//            k to the end of its group
+// Activations of some rows as whole numbers with a scale for every group, for GroupQuant products. Rows are cut into
+// tiles (first row, width; see row_tiles.h), the rows of a tile lie side by side, so that a product walks a tile with one
+// pointer:
+//   q        tile at first * ldq bytes: for every group, [unit of 32 inputs, 16 for groups of 16][row of the tile][unit]
+//            int8; with two terms the same again: the number is 128 times the first term and the second, which is from
+//            -64 to 63. Zero from k to the end of its group
 //   scales   tile at first * 2 stride:    [group][ scale of every row, moment of every row ] fp32
-// scale is the group's largest magnitude / 127 (NaN when a value is not finite), moment is scale times the sum of q.
+// scale is the group's largest magnitude / 127, or / 16256 with two terms (NaN when a value is not finite), moment is scale
+// times the sum of the numbers.
 struct QuantRows {
   int8_t* q;
   float* scales;
@@ -20,6 +23,7 @@ struct QuantRows {
   int64_t ldq;     // bytes a row
   int64_t stride;  // groups a row
   int32_t group;
+  int32_t terms;   // 1 or 2
 };
 
 constexpr int64_t kSampleRun = 1024;  // ids whose weights are added up together

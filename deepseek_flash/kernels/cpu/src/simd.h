@@ -64,6 +64,8 @@ FLASH_INLINE I magnitude(F a) { return {_mm512_and_si512(_mm512_castps_si512(a.v
 FLASH_INLINE I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 FLASH_INLINE I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 FLASH_INLINE I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
+template <int N> FLASH_INLINE I shifted_up(I a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N> FLASH_INLINE I shifted_down(I a) { return {_mm512_srai_epi32(a.v, N)}; }  // towards minus infinity
 FLASH_INLINE F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
 FLASH_INLINE void store(int32_t* p, I a) { _mm512_storeu_si512(p, a.v); }
 FLASH_INLINE I load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -147,6 +149,8 @@ FLASH_INLINE I magnitude(F x) {
 FLASH_INLINE I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 FLASH_INLINE I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 FLASH_INLINE I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+template <int N> FLASH_INLINE I shifted_up(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+template <int N> FLASH_INLINE I shifted_down(I x) { return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)}; }
 FLASH_INLINE I load(const int32_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
@@ -228,6 +232,8 @@ FLASH_INLINE I magnitude(F a) { I r; FLASH_EACH r.v[i] = static_cast<int32_t>(to
 FLASH_INLINE I max(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return r; }
 FLASH_INLINE I operator-(I a, I b) { I r; FLASH_EACH r.v[i] = a.v[i] - b.v[i]; return r; }
 FLASH_INLINE I as_int(F a) { I r; std::memcpy(r.v, a.v, sizeof r.v); return r; }
+template <int N> FLASH_INLINE I shifted_up(I a) { I r; FLASH_EACH r.v[i] = a.v[i] * (1 << N); return r; }
+template <int N> FLASH_INLINE I shifted_down(I a) { I r; FLASH_EACH r.v[i] = a.v[i] >> N; return r; }
 FLASH_INLINE I load(const int32_t* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }
 FLASH_INLINE void store(int32_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
 FLASH_INLINE F pow2(F n) { F r; FLASH_EACH r.v[i] = from_bits((to_bits(n.v[i]) + 127) << 23); return r; }
@@ -238,7 +244,8 @@ FLASH_INLINE F first_or(F a, int64_t n, F other) { F r; FLASH_EACH r.v[i] = i < 
 // Bytes: 64 unsigned weights, four consecutive inputs of each of sixteen outputs. dot() multiplies them with four
 // signed activations, the same for every output, and adds the four products to the output's sum.
 //
-// Partial holds such sums over units of 4 STEPS inputs. AVX-512 adds straight to 32 bits. AVX2 adds pairs to 16
+// Partial holds such sums over units of 4 STEPS inputs, of one term of the activations or, after next_term, of two: what is
+// there counts 128 times as much. AVX-512 adds straight to 32 bits. AVX2 adds pairs to 16
 // bits, as many as cannot overflow for weights of so many bits, and widens then.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 struct Bytes { __m512i v; };
@@ -251,6 +258,7 @@ FLASH_INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.
 template <int BITS, int STEPS> struct Partial {
   I total{izero()};
   template <int STEP> FLASH_INLINE void dot(Bytes w, int32_t x) { total.v = _mm512_dpbusd_epi32(total.v, w.v, _mm512_set1_epi32(x)); }
+  FLASH_INLINE void next_term() { total = shifted_up<7>(total); }
   FLASH_INLINE I done() const { return total; }
 };
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -288,6 +296,7 @@ template <int BITS, int STEPS> struct Partial {
     total.b = _mm256_add_epi32(total.b, _mm256_madd_epi16(b, ones));
     a = b = _mm256_setzero_si256();
   }
+  FLASH_INLINE void next_term() { total = shifted_up<7>(total); }
   FLASH_INLINE I done() const { return total; }
 };
 template <int STEPS> struct Partial<8, STEPS> {  // |w| as unsigned, the sign moved to x: products of at most 128 * 127
@@ -302,6 +311,7 @@ template <int STEPS> struct Partial<8, STEPS> {  // |w| as unsigned, the sign mo
     total.a = _mm256_add_epi32(total.a, rest);
     total.b = _mm256_add_epi32(total.b, rest);
   }
+  FLASH_INLINE void next_term() { total = shifted_up<7>(total); }
   FLASH_INLINE I done() const { return total; }
 };
 #elif !defined(FLASH_NEON)
@@ -319,6 +329,7 @@ template <int BITS, int STEPS> struct Partial {
     std::memcpy(s, &x, 4);
     FLASH_EACH total.v[i] += w.v[4 * i] * s[0] + w.v[4 * i + 1] * s[1] + w.v[4 * i + 2] * s[2] + w.v[4 * i + 3] * s[3];
   }
+  FLASH_INLINE void next_term() { total = shifted_up<7>(total); }
   FLASH_INLINE I done() const { return total; }
 };
 #endif

@@ -108,6 +108,12 @@ FLASH_INLINE I as_int(F x) {
   return {vreinterpretq_s32_f32(x.a), vreinterpretq_s32_f32(x.b), vreinterpretq_s32_f32(x.c), vreinterpretq_s32_f32(x.d)};
 }
 FLASH_INLINE I magnitude(F x) { return as_int(abs(x)); }
+template <int N> FLASH_INLINE I shifted_up(I x) {
+  return {vshlq_n_s32(x.a, N), vshlq_n_s32(x.b, N), vshlq_n_s32(x.c, N), vshlq_n_s32(x.d, N)};
+}
+template <int N> FLASH_INLINE I shifted_down(I x) {
+  return {vshrq_n_s32(x.a, N), vshrq_n_s32(x.b, N), vshrq_n_s32(x.c, N), vshrq_n_s32(x.d, N)};
+}
 FLASH_INLINE F first_or(F x, int64_t n, F other) {
   const int32_t ascending[4] = {0, 1, 2, 3};
   const int32x4_t count = vdupq_n_s32(static_cast<int32_t>(n < 0 ? 0 : n > 16 ? 16 : n)), lane = vld1q_s32(ascending);
@@ -173,6 +179,7 @@ template <int BITS, int STEPS> struct Partial {
     total.c = vdotq_s32(total.c, as_signed(w.c), v);
     total.d = vdotq_s32(total.d, as_signed(w.d), v);
   }
+  FLASH_INLINE void next_term() { total = shifted_up<7>(total); }
   FLASH_INLINE I done() const { return total; }
 };
 template <int STEPS> struct Partial<8, STEPS> {
@@ -185,6 +192,10 @@ template <int STEPS> struct Partial<8, STEPS> {
     total.c = vdotq_s32(total.c, less_128(w.c), v);
     total.d = vdotq_s32(total.d, less_128(w.d), v);
     rest = vdotq_s32(rest, vdupq_n_s8(64), v);
+  }
+  FLASH_INLINE void next_term() {
+    total = shifted_up<7>(total);
+    rest = vshlq_n_s32(rest, 7);
   }
   FLASH_INLINE I done() const {
     const int32x4_t twice = vaddq_s32(rest, rest);
@@ -220,6 +231,10 @@ template <int BITS, int STEPS> struct Partial {
     c.template dot<STEP>(weights_of(w.c), v, total.c);
     d.template dot<STEP>(weights_of(w.d), v, total.d);
     if constexpr (BITS == 8) rest = vpadalq_s16(rest, vpaddlq_s8(v));
+  }
+  FLASH_INLINE void next_term() {
+    total = shifted_up<7>(total);
+    rest = vshlq_n_s32(rest, 7);
   }
   FLASH_INLINE I done() const {
     const int32x4_t more = vshlq_n_s32(rest, 7);
