@@ -93,8 +93,13 @@ class DenseLayer(nn.Module):
             out_bias=info.out_bias,
             norm_eps=info.eps if info.qk_norm else None,
         )
+        last = max(
+            1, info.num_layers // 5
+        )  # layers whose feed-forward loses most to int8 activations (docs/kernels.md)
         self.mlp_norm = RMSNorm(kernels, info.hidden_size, info.eps)
-        self.mlp = GatedMLP(kernels, info.hidden_size, info.inner, bias=info.mlp_bias)
+        self.mlp = GatedMLP(
+            kernels, info.hidden_size, info.inner, bias=info.mlp_bias, fine=layer >= info.num_layers - last
+        )
 
     def packed(self) -> LayerWeights | None:
         """The layer's weights as the one-call kernel takes them, or None when some are not packed."""

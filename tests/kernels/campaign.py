@@ -90,7 +90,7 @@ def _layer(rng: random.Random, gen: torch.Generator, *, n: int, k: int) -> Packe
     count = rng.choice((1, 1, 1, 2, 3))
     parts = tuple(random_weight(gen, any_format(rng), n if i == 0 else rng.randint(1, 40), k) for i in range(count))
     bias = torch.randn(sum(p.n for p in parts), generator=gen) if rng.random() < 0.4 else None
-    return PackedLinear(parts, bias)
+    return PackedLinear(parts, bias, rng.random() < 0.3)
 
 
 def _largest(weight: PackedWeight) -> float:

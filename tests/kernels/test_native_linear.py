@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -68,7 +69,7 @@ def test_equals_reference_on_every_instruction_set(form: WeightFormat) -> None:
     assert LIBRARY is not None
     for rows in (1, 3, 8, 9, 21):
         n, k = rng.randint(1, 90), rng.randint(1, 600)
-        layer = PackedLinear((random_weight(gen, form, n, k),), torch.randn(n, generator=gen))
+        layer = PackedLinear((random_weight(gen, form, n, k),), torch.randn(n, generator=gen), fine=rows % 2 == 1)
         x = torch.randn(rows, k, generator=gen) * 3
         want = packed_linear(x, layer)
         outs = []
@@ -80,10 +81,11 @@ def test_equals_reference_on_every_instruction_set(form: WeightFormat) -> None:
             assert torch.equal(out, outs[0]), isa
 
 
+@pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("form", EVERY, ids=_label)
-def test_a_row_is_the_same_alone_and_in_a_crowd(form: WeightFormat) -> None:
+def test_a_row_is_the_same_alone_and_in_a_crowd(form: WeightFormat, fine: bool) -> None:
     gen = torch.Generator().manual_seed(3)
-    layer = PackedLinear((random_weight(gen, form, 70, 512),), None)
+    layer = PackedLinear((random_weight(gen, form, 70, 512),), None, fine)
     x = torch.randn(300, 512, generator=gen)
     one, three = Native(1), Native(3)
     full = three.packed_linear(x, layer)
@@ -130,11 +132,11 @@ def test_numbers_that_are_none_stay_visible() -> None:
 def test_extreme_weights_do_not_overflow() -> None:
     """All codes at their top and activations at ±127: the largest integer sums there are."""
     assert LIBRARY is not None
-    for form in GROUPED:
+    for form, fine in itertools.product(GROUPED, (False, True)):
         gen = torch.Generator().manual_seed(6)
         plain = unpack(random_weight(gen, form, 16, 512))
         plain.codes.fill_((1 << form.bits) - 1)
-        layer = PackedLinear((pack(plain),), None)
+        layer = PackedLinear((pack(plain),), None, fine)
         x = torch.cat((torch.ones(1, 512), -torch.ones(1, 512), torch.ones(1, 512) * (1 - 2 * (torch.arange(512) % 2))))
         want = packed_linear(x, layer)
         for isa in LIBRARY.isas:

@@ -112,6 +112,7 @@ bool linear() {
     w.super = static_cast<int32_t>(between(0, 1));
     w.offset = static_cast<int32_t>(between(0, w.super ? 1 : 2));
     w.zero = 1 << (w.bits - 1);
+    w.fine = static_cast<int32_t>(between(0, 2) == 0);
   }
   const int64_t unit = w.kind ? 1 : w.super ? 256 : w.group, kp = (w.k + unit - 1) / unit * unit;
   const int64_t groups = w.kind ? 1 : kp / w.group, scales = w.kind ? 1 : w.super ? kp / 256 : groups;

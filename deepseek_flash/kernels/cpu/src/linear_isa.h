@@ -24,7 +24,7 @@ constexpr int kMostRows = 2, kFloatRows = 2;
 #else
 constexpr int kMostRows = 1, kFloatRows = 1;
 #endif
-constexpr float kLeastMagnitude = 1e-36f;
+constexpr float kLeastMagnitude = 1e-34f;  // 16256 divided by it is finite
 constexpr int kPrefetch = 1344;  // bytes ahead; measured best between 1 and 2 KB
 
 // Quad STEP of a unit whose packed codes start at `codes`; `high` is where the group's upper bits for it start.
