@@ -15,6 +15,7 @@ Prints, as medians over rounds in which ours and the machine's figures alternate
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
 import time
@@ -79,6 +80,20 @@ def products(native: Native, layers: Layers) -> Callable[[], None]:
             native.packed_linear(x, layer)
 
     return run
+
+
+def in_one_call(layers: list[PackedLinear]) -> PackedLinear:
+    """Bound layers with equal inputs, one product after the other; each is computed as its model computes it."""
+    chain: Any = None
+    for layer in reversed(layers):
+        links = [layer.native]
+        while links[-1].next:
+            links.append(links[-1].next.contents)
+        for link in reversed(links):
+            copy = lib.FlashLinear.from_buffer_copy(link)
+            copy.next = chain
+            chain = ctypes.pointer(copy)
+    return PackedLinear(tuple(p for layer in layers for p in layer.parts), None, native=chain.contents)
 
 
 def another(weight: PackedWeight) -> PackedWeight:
@@ -163,9 +178,9 @@ def lone_step(model: str, rounds: int) -> None:
     with FlashEngine(model, max_model_len=1024, enable_prefix_caching=False) as engine:
         net: Any = engine._runtime.model
         native = Native()
-        layers = [p for w in net._stack.layers for one in (w.qkv, w.out, w.gate_up, w.down) for p in one.parts]
-        head = (net.embed if net.head is None else net.head).packed
-        run_products = products(native, chains(native, [*layers, *head.parts]))
+        kinds = [[getattr(w, name) for w in net._stack.layers] for name in ("qkv", "out", "gate_up", "down")]
+        kinds.append([(net.embed if net.head is None else net.head).packed])
+        run_products = products(native, [(torch.randn(1, kind[0].inputs), in_one_call(kind)) for kind in kinds])
 
         def generate(count: int) -> tuple[float, dict[str, float]]:
             spent.taken()
