@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from machine import about, machine
+from machine import Watch, about, machine
 
 from deepseek_flash.kernels.cpu.native import processors
 
@@ -152,6 +152,7 @@ def measure(path: Path, llama: str, rounds: int) -> None:
     shares: dict[str, list[float]] = {name: [] for name in workers}
     for worker in workers.values():
         worker.rate(8)
+    watch = Watch()
     for i in range(rounds):
         said = [f"round {i + 1}:"]
         for name, worker in workers.items():
@@ -164,6 +165,7 @@ def measure(path: Path, llama: str, rounds: int) -> None:
         print(*said, flush=True)
     for worker in workers.values():
         worker.close()
+    print(f"\n{watch.report()}")
     print(f"\n{size / 1e6:.0f} MB a token\n\n| engine | tokens a second | of a loop that only reads |\n|---|---|---|")
     for name in workers:
         share = statistics.median(shares[name])

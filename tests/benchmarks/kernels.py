@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from machine import Machine, about, machine
+from machine import Machine, Watch, about, machine
 
 from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.kernels.cpu.native import Native, processors
@@ -213,9 +213,12 @@ def main() -> None:
     a.add_argument("--rounds", type=int, default=7)
     o = a.parse_args()
     print(about() + "\n")
-    against_the_machine(machine(), o.rounds)
+    roof = machine()
+    watch = Watch()
+    against_the_machine(roof, o.rounds)
     if o.model:
         lone_step(o.model, o.rounds)
+    print(f"\n{watch.report()}")
 
 
 if __name__ == "__main__":

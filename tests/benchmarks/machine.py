@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,33 @@ def machine() -> Machine:
     library.roof_read.restype = ctypes.c_int64
     library.roof_mix.restype = ctypes.c_bool
     return Machine(library)
+
+
+class Watch:
+    """Who else used the processors since it was made: a figure counts only when that is near nothing."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, float]:
+        """Seconds: of the clock, of all processors at work, of those taken by the host, of this process and its ended
+        children."""
+        used = sum(os.times()[:4])
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return time.monotonic(), used, 0.0, used
+        ticks = os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, soft, stolen = (int(x) / ticks for x in stat.read_text().split()[1:9])
+        return time.monotonic(), user + nice + system + irq + soft, stolen, used
+
+    def report(self) -> str:
+        """One line."""
+        clock, busy, stolen, own = (b - a for a, b in zip(self._begin, self._now(), strict=True))
+        room = clock * (os.cpu_count() or 1) / 100
+        others = max(busy - own, 0.0)
+        verdict = "quiet enough" if others + stolen < 2 * room else "not quiet: these figures do not count"
+        return f"others used {others / room:.1f} % of the processors, the host took {stolen / room:.1f} %: {verdict}"
 
 
 def about() -> str:
