@@ -94,19 +94,19 @@ class Rotary:
 
     def __init__(self, rot: int, theta: float, scaling: RopeScaling) -> None:
         self.frequencies, self.magnitude = frequencies(rot, theta, scaling)
-        self.cos = torch.empty(0, rot)
-        self.sin = torch.empty(0, rot)
-        """[positions, rot], laid out as the ``rope`` op takes them."""
+        self.cos = torch.empty(0, 1, rot)
+        self.sin = torch.empty(0, 1, rot)
+        """[positions, 1, rot], laid out as the ``rope`` op takes them."""
 
     def rows(self, positions: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``cos``, ``sin`` [T, 1, rot] of ``positions`` int64 [T], all below ``context``."""
         while len(self.cos) < context:
             self._grow()
-        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def _grow(self) -> None:
         at = torch.arange(len(self.cos), len(self.cos) + _CHUNK, dtype=torch.float32)
         angle = at[:, None] * self.frequencies
         cos, sin = angle.cos() * self.magnitude, angle.sin() * self.magnitude
-        self.cos = torch.cat((self.cos, torch.cat((cos, cos), dim=-1)))
-        self.sin = torch.cat((self.sin, torch.cat((-sin, sin), dim=-1)))
+        self.cos = torch.cat((self.cos, torch.cat((cos, cos), dim=-1).unsqueeze(1)))
+        self.sin = torch.cat((self.sin, torch.cat((-sin, sin), dim=-1).unsqueeze(1)))

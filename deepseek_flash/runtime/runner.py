@@ -46,7 +46,8 @@ class Runner:
         output = StepOutput({})
         wanted = [item.seq.id for item in plan.items if item.sample]
         for a, b in self._slices(len(wanted)):
-            logits = self.model.logits(hidden.index_select(0, batch.logits_rows[a:b]))
+            every = b - a == len(hidden)  # as in a step that only decodes
+            logits = self.model.logits(hidden if every else hidden.index_select(0, batch.logits_rows[a:b]))
             ids = wanted[a:b]
             results = self.sampler.sample(logits, [rows[i] for i in ids])
             output.sampled.update(zip(ids, results, strict=True))
@@ -91,38 +92,39 @@ def build_batch(plan: StepPlan, store: KVStore, device: torch.device) -> Forward
         ends.append(ends[-1] + item.count)
     if len(tokens) != ends[-1]:
         raise InternalError(f"the plan wants {ends[-1]} tokens, but its sequences hold {len(tokens)} of them")
+    rows = [end - 1 for item, end in zip(items, ends[1:], strict=True) if item.sample]
     groups = range(len(store.spec.groups))
+    tables = [_table(items, g) for g in groups]
+    slots = [_slots(items, g, store) for g in groups]
+    # One tensor, cut up: making a tensor costs a step of a small model more than what is in it.
+    flat = [tokens, positions, rows, *tables, *slots]
+    whole = torch.tensor([i for part in flat for i in part], dtype=torch.int64, device=device)
+    ids, at, logits_rows, *rest = torch.split_with_sizes(whole, [len(part) for part in flat])
     return ForwardBatch(
-        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        token_ids=ids,
+        positions=at,
         cu_q=tuple(ends),
         context_lens=tuple(item.start + item.count for item in items),
-        block_tables=tuple(_table(items, g, device) for g in groups),
-        slots=tuple(_slots(items, g, store, device) for g in groups),
-        logits_rows=torch.tensor(
-            [end - 1 for item, end in zip(items, ends[1:], strict=True) if item.sample],
-            dtype=torch.int64,
-            device=device,
-        ),
+        block_tables=tuple(t.view(len(items), -1) for t in rest[: len(groups)]),
+        slots=tuple(rest[len(groups) :]),
+        logits_rows=logits_rows,
     )
 
 
-def _table(items: tuple[PlanItem, ...], group: int, device: torch.device) -> torch.Tensor:
-    """int64 [S, most blocks]; freed window blocks (-1) and the padding are 0, which nothing reads."""
+def _table(items: tuple[PlanItem, ...], group: int) -> list[int]:
+    """[S, most blocks], row after row; freed window blocks (-1) and the padding are 0, which nothing reads."""
     tables = [item.seq.tables[group] for item in items]
-    most = max((len(t) for t in tables), default=0)
-    rows = [t + [0] * (most - len(t)) for t in tables]
-    return torch.tensor(rows, dtype=torch.int64, device=device).clamp_(min=0)
+    most = max(map(len, tables), default=0)
+    return [max(b, 0) for t in tables for b in t + [0] * (most - len(t))]
 
 
-def _slots(items: tuple[PlanItem, ...], group: int, store: KVStore, device: torch.device) -> torch.Tensor:
-    """int64 [T], block * block_size + row; empty for groups without one row a token."""
+def _slots(items: tuple[PlanItem, ...], group: int, store: KVStore) -> list[int]:
+    """[T], block * block_size + row; empty for groups without one row a token."""
     g, size = store.spec.groups[group], store.spec.block_size
     if g.kind == "state" or g.ratio != 1:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    slots = [
+        return []
+    return [
         item.seq.tables[group][at // size] * size + at % size
         for item in items
         for at in range(item.start, item.start + item.count)
     ]
-    return torch.tensor(slots, dtype=torch.int64, device=device)

@@ -113,8 +113,9 @@ class Sampler:
         if logits.ndim != 2 or logits.shape[0] != len(rows):
             raise InternalError(f"{len(rows)} rows to sample, but logits of shape {tuple(logits.shape)}")
         allowed = logits[:, : self.vocab_limit]
-        greedy = [i for i, row in enumerate(rows) if row.plainly_greedy]
-        others = [i for i, row in enumerate(rows) if not row.plainly_greedy]
+        plain = [row.plainly_greedy for row in rows]
+        greedy = [i for i, is_plain in enumerate(plain) if is_plain]
+        others = [i for i, is_plain in enumerate(plain) if not is_plain]
         tokens = dict(zip(greedy, self._argmax(_some(allowed, greedy)).tolist(), strict=True)) if greedy else {}
         if others:
             choices = [choice_of(rows[i], allowed.shape[1]) for i in others]

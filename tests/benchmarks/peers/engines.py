@@ -26,7 +26,17 @@ class Ours:
 class Llama:
     def __init__(self):
         from llama_cpp import Llama as L
+        from llama_cpp import llama_cpp as c
 
+        if os.environ.get("PEERS_LLAMA_NO_AMX"):
+            defaults = c.llama_model_default_params
+
+            def without():
+                params = defaults()
+                params.use_extra_bufts = False  # AMX, and Q4_0 rearranged: of no use to Q4_1
+                return params
+
+            c.llama_model_default_params = without
         self.llm = L(GGUF, n_ctx=4096, n_threads=os.cpu_count(), n_batch=512, verbose=False)
 
     def run(self, requests):
