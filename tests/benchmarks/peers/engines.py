@@ -58,7 +58,9 @@ class OpenVino:
         import openvino_genai as ov
 
         self.ov, self.many = ov, None
-        self.one = ov.LLMPipeline(GGUF, "CPU", scheduler_config=self.scheduler())
+        # Where there is AMX, OpenVINO computes in bf16 with it.
+        self.options = {"INFERENCE_PRECISION_HINT": "f32"} if os.environ.get("PEERS_OPENVINO_F32") else {}
+        self.one = ov.LLMPipeline(GGUF, "CPU", scheduler_config=self.scheduler(), **self.options)
 
     def scheduler(self):
         s = self.ov.SchedulerConfig()
@@ -66,7 +68,7 @@ class OpenVino:
         return s
 
     def prepare(self):
-        self.many = self.ov.ContinuousBatchingPipeline(GGUF, self.scheduler(), "CPU")
+        self.many = self.ov.ContinuousBatchingPipeline(GGUF, self.scheduler(), "CPU", self.options)
 
     def config(self, n):
         c = self.ov.GenerationConfig()

@@ -3,13 +3,17 @@
 // Waking a sleeping thread costs 65 to 400 µs, more than most loops here take. So a worker that has nothing to do
 // watches the job counter for about a millisecond before it sleeps on a condition variable:
 //
-//     tickets = (job number, pieces not yet taken)      taking one is a compare-and-swap that counts down
-//     left    = pieces not yet finished                 parallel() returns at 0
+//     tickets = (job number, how much is not yet taken)   taking a piece is a compare-and-swap that counts down
+//     left    = how much is not yet finished              parallel() returns at 0
 //
-// Whoever holds a piece keeps its job from ending, so what the job says may be read after taking a ticket. Nobody waits
-// for a worker that took none: one that sleeps, or that the system has suspended, just misses the job.
+//     ├──────── 1/4 ────────┤├───── 3/16 ─────┤├── 9/64 ──┤├─ … ─┤├ grain ┤├ grain ┤      pieces for two threads
+//
+// Pieces are taken from the front and become smaller, so that few are taken and yet threads of different speed end
+// together. Whoever holds a piece keeps its job from ending, so what the job says may be read after taking one. Nobody
+// waits for a worker that took none: one that sleeps, or that the system has suspended, just misses the job.
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -56,6 +60,7 @@ int32_t processors() {
 
 constexpr auto kSpin = std::chrono::microseconds(1500);
 constexpr int32_t kMostThreads = 1024;
+constexpr int64_t kMost = 0xffffffff;  // what a ticket can count
 
 }  // namespace
 
@@ -95,20 +100,17 @@ class Pool {
   }
 
   void run(int64_t count, int64_t grain, Body body, void* context) {
-    if (threads_ == 1 || count <= grain || !mine() || busy_.exchange(true, std::memory_order_acquire)) {
+    if (threads_ == 1 || count <= grain || count > kMost || !mine() || busy_.exchange(true, std::memory_order_acquire)) {
       if (count > 0) body(context, 0, 0, count);
       return;
     }
     body_ = body;
     context_ = context;
     count_ = count;
-    // Four pieces a thread even out threads of different speed; none below the grain.
-    const int64_t even = (count + int64_t{4} * threads_ - 1) / (int64_t{4} * threads_);
-    piece_ = even > grain ? even : grain;
-    const int64_t pieces = (count + piece_ - 1) / piece_;
-    left_.store(pieces, std::memory_order_relaxed);
+    grain_.store(grain, std::memory_order_relaxed);
+    left_.store(count, std::memory_order_relaxed);
     job_ = (job_ + 1) & 0xffffffffu;
-    tickets_.store(job_ << 32 | static_cast<uint64_t>(pieces), std::memory_order_seq_cst);
+    tickets_.store(job_ << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
@@ -124,19 +126,22 @@ class Pool {
  private:
   void take_pieces(int32_t thread) {
     uint64_t t = tickets_.load(std::memory_order_acquire);
-    while (pieces_in(t) > 0) {
-      if (!tickets_.compare_exchange_weak(t, t - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      const int64_t begin = (pieces_in(t) - 1) * piece_;
-      const int64_t end = begin + piece_ < count_ ? begin + piece_ : count_;
-      body_(context_, thread, begin, end);
-      left_.fetch_sub(1, std::memory_order_release);
+    while (untaken(t) > 0) {
+      // The grain may be another job's already; then the ticket is no longer t, and is not taken.
+      const int64_t rest = untaken(t), grain = grain_.load(std::memory_order_relaxed), share = rest / (int64_t{2} * threads_);
+      const int64_t size = std::min(rest, std::max(grain, share));
+      if (!tickets_.compare_exchange_weak(t, t - static_cast<uint64_t>(size), std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
+      const int64_t begin = count_ - rest;
+      body_(context_, thread, begin, begin + size);
+      left_.fetch_sub(size, std::memory_order_release);
       t = tickets_.load(std::memory_order_acquire);
     }
   }
 
-  static int64_t pieces_in(uint64_t tickets) { return static_cast<int64_t>(tickets & 0xffffffffu); }
+  static int64_t untaken(uint64_t tickets) { return static_cast<int64_t>(tickets & 0xffffffffu); }
 
-  bool work_or_stop() const { return pieces_in(tickets_.load(std::memory_order_seq_cst)) > 0 || stop_.load(); }
+  bool work_or_stop() const { return untaken(tickets_.load(std::memory_order_seq_cst)) > 0 || stop_.load(); }
 
   // Until there is something to do.
   void wait() {
@@ -177,7 +182,8 @@ class Pool {
   uint64_t job_ = 0;
   Body body_ = nullptr;
   void* context_ = nullptr;
-  int64_t count_ = 0, piece_ = 1;
+  int64_t count_ = 0;
+  std::atomic<int64_t> grain_{1};
 };
 
 void parallel(Pool* pool, int64_t count, int64_t grain, Body body, void* context) {
