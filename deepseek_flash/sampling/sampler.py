@@ -112,28 +112,31 @@ class Sampler:
         """
         if logits.ndim != 2 or logits.shape[0] != len(rows):
             raise InternalError(f"{len(rows)} rows to sample, but logits of shape {tuple(logits.shape)}")
-        allowed = logits[:, : self.vocab_limit]
+        allowed = logits if logits.shape[1] <= self.vocab_limit else logits[:, : self.vocab_limit]
         plain = [row.plainly_greedy for row in rows]
-        greedy = [i for i, is_plain in enumerate(plain) if is_plain]
-        others = [i for i, is_plain in enumerate(plain) if not is_plain]
-        tokens = dict(zip(greedy, self._argmax(_some(allowed, greedy)).tolist(), strict=True)) if greedy else {}
-        if others:
+        if all(plain):  # as in most steps of a greedy request: no dicts for it
+            chosen: Sequence[int] = self._argmax(allowed).tolist()
+        else:
+            greedy = [i for i, is_plain in enumerate(plain) if is_plain]
+            others = [i for i, is_plain in enumerate(plain) if not is_plain]
+            tokens = dict(zip(greedy, self._argmax(_some(allowed, greedy)).tolist(), strict=True)) if greedy else {}
             choices = [choice_of(rows[i], allowed.shape[1]) for i in others]
             tokens |= zip(others, self._sample(_some(allowed, others), choices).tolist(), strict=True)
+            chosen = [tokens[i] for i in range(len(rows))]
         out: list[Sampled | InternalError] = []
-        for i, row in enumerate(rows):
-            token = tokens[i]
+        for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
             if token < 0:
                 out.append(InternalError(f"the model's logits for token {len(row.tokens)} hold no usable number"))
                 continue
             try:
-                out.append(Sampled(token, self._logprobs(logits[i], token, row.params.logprobs)))
+                top = row.params.logprobs
+                out.append(Sampled(token, None if top is None else self._logprobs(logits[i], token, top)))
             except InternalError as error:  # this row's, not its neighbours'
                 out.append(error)
         return out
 
-    def _logprobs(self, logits: Tensor, token: int, top: int | None) -> dict[int, float] | None:
-        return None if top is None else raw_logprobs(logits, token, top, self.vocab_limit)
+    def _logprobs(self, logits: Tensor, token: int, top: int) -> dict[int, float]:
+        return raw_logprobs(logits, token, top, self.vocab_limit)
 
 
 def _some(logits: Tensor, rows: list[int]) -> Tensor:

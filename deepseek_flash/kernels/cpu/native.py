@@ -363,8 +363,8 @@ def _step(plan: AttentionPlan, cos: torch.Tensor | None, sin: torch.Tensor | Non
         step = lib.FlashStep(
             tokens=plan.cu_q[-1],
             sequences=sequences,
-            cu_q=ctypes.cast(cu_q, ctypes.c_void_p),
-            context=ctypes.cast(context, ctypes.c_void_p),
+            cu_q=ctypes.addressof(cu_q),
+            context=ctypes.addressof(context),
             block_table=table.data_ptr(),
             table_stride=table.stride(0),
             slots=slots.data_ptr(),
