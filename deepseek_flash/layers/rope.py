@@ -99,9 +99,11 @@ class Rotary:
         """[positions, 1, rot], laid out as the ``rope`` op takes them."""
 
     def rows(self, positions: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``cos``, ``sin`` [T, 1, rot] of ``positions`` int64 [T], all below ``context``."""
+        """``cos``, ``sin`` [T, 1, rot] of ``positions`` int64 [T]; the last of them all is ``context - 1``."""
         while len(self.cos) < context:
             self._grow()
+        if len(positions) == 1:  # the last of its sequence; views cost a lone step less than copies
+            return self.cos.narrow(0, context - 1, 1), self.sin.narrow(0, context - 1, 1)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def _grow(self) -> None:

@@ -161,7 +161,7 @@ class DenseModel(Model):
     def hidden(self, batch: ForwardBatch, store: KVStore) -> torch.Tensor:
         step = AttentionStep.of(batch, self.rotary)
         if self._stack is not None:
-            x = self.embed(batch.token_ids)
+            x = self.embed.forward(batch.token_ids)  # without what nn.Module's call adds
             return self._kernels.decoder_stack(x, self._stack, self._layer_caches(store), step.cos, step.sin, step.plan)
         stream, update = self.embed(batch.token_ids), None
         for layer in self.layers:
