@@ -20,10 +20,6 @@ LATER: dict[str, str] = {
     "memory_fraction": "the memory guard",
     "memory_budget": "the memory guard",
     "target_itl_ms": "latency-targeted scheduling",
-    "l2_cache_gb": "the host cache tier",
-    "l3_cache_path": "the disk cache tier",
-    "l3_cache_gb": "the disk cache tier",
-    "verify_every": "cache verification",
     "streaming_timeout_ms": "stream timeouts",
     "expert_offload": "expert offload",
     "enforce_eager": "CUDA graphs",
@@ -54,6 +50,16 @@ class EngineConfig(BaseModel):
     quantize: Literal["int4", "int8"] | None = None
     """Quantise the weights of linear layers while loading."""
     enable_prefix_caching: bool = True
+    l2_cache_gb: float | None = Field(default=None, gt=0)
+    """Gigabytes (1e9 bytes) of host memory for cache blocks that the device's pool evicts [no such tier]."""
+    l3_cache_path: str | None = Field(default=None, min_length=1)
+    """Folder of the disk tier, kept across restarts and shared by processes; its own, made if need be [none]."""
+    l3_cache_gb: float | None = Field(default=None, gt=0)
+    """Most gigabytes (1e9 bytes) of everything in that folder [20]."""
+    l3_write_mb_per_s: float | None = Field(default=None, gt=0)
+    """Mean rate (1e6 bytes a second) of writing to the disk tier, beyond a first gigabyte [no bound]."""
+    verify_every: int | None = Field(default=None, ge=1)
+    """Compute every n-th prefix found on disk instead of using it, and drop what differs [never]."""
     cache_salt: str = ""
     """Requests share cached prefixes only under the same salt."""
     threads: int | None = Field(default=None, ge=1, le=1024)
@@ -87,10 +93,35 @@ class EngineConfig(BaseModel):
         for name, value in options.items():
             if isinstance(value, bool) and name != "enable_prefix_caching":
                 raise ConfigError(f"{name}={value!r}: not a bool", field=name, value=value)
+        if isinstance(path := options.get("l3_cache_path"), os.PathLike):
+            options = {**options, "l3_cache_path": os.fspath(path)}
         try:
-            return cls(model=os.fspath(model), **options)
+            made = cls(model=os.fspath(model), **options)
         except ValidationError as e:
             raise _config_error(e, {"model": model, **options}) from None
+        made._check_tiers()
+        return made
+
+    def _check_tiers(self) -> None:
+        """ConfigError for tier options that mean nothing together."""
+        tiers = {"l2_cache_gb": self.l2_cache_gb, "l3_cache_path": self.l3_cache_path}
+        if not self.enable_prefix_caching:
+            for name, value in tiers.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}={value!r} with enable_prefix_caching=False: there would be nothing to keep; "
+                        f"leave one of them out",
+                        field=name,
+                        value=value,
+                    )
+        if self.l3_cache_path is None:
+            for name in ("l3_cache_gb", "l3_write_mb_per_s", "verify_every"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{name}={value!r} without l3_cache_path: there is no disk tier; give it a folder",
+                        field=name,
+                        value=value,
+                    )
 
 
 _KNOWN_LATER = frozenset(("bfloat16", "bf16", "float16", "fp16", "half", "int8", "fp8", "cuda"))

@@ -170,8 +170,18 @@ class CacheReport:
 
     prompt_tokens: int = 0
     l1_tokens: int = 0
+    """Found on the device."""
     computed_tokens: int = 0
     preemptions: int = 0
+    l2_tokens: int = 0
+    """Brought back from the host tier."""
+    l3_tokens: int = 0
+    """Brought back from the disk tier."""
+    load_seconds: float = 0.0
+    """Time that the request waited for lower tiers."""
+    miss_reason: str = ""
+    """Why the lower tiers gave no more: ``absent``, ``not in memory`` (there is no disk tier), ``damaged``,
+    ``slower than computing``, ``too slow``, ``disk stalled``, ``verifying``, ``prompt_logprobs``, or empty."""
 
 
 @dataclass(frozen=True, slots=True)

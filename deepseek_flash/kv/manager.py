@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from deepseek_flash.errors import InternalError
 from deepseek_flash.kv.blocks import BlockCopy, BlockPool
-from deepseek_flash.kv.prefix import NONE, PrefixIndex
+from deepseek_flash.kv.prefix import NONE, Entry, PrefixIndex
+from deepseek_flash.kv.restore import Restores
 from deepseek_flash.kv.spec import CacheSpec
 
 
@@ -111,6 +112,10 @@ class KVManager:
         self.settled: list[bytes] = []
         """Keys that stopped being pending since ``take_settled`` was called."""
         self._hit_tokens = self._asked_tokens = self._taken = 0
+        self.restores = None if self.index is None else Restores(spec, self.index, self.pools)
+        """What is being brought back from lower tiers."""
+        self.spill: Callable[[Entry], None] | None = None
+        """Called while a cached block of rows, whole in all groups, loses its place: a lower tier may copy it."""
 
     # ---- sizes
 
@@ -146,9 +151,7 @@ class KVManager:
 
     def _first(self, group: int, computed: int) -> int:
         """Index of the first block of a group that a sequence of so many tokens still reads."""
-        if self._kinds[group] != "window":
-            return 0
-        return max(0, computed - self.spec.groups[group].window) // self._size
+        return self.spec.first_block(group, computed)
 
     # ---- starting a sequence
 
@@ -223,6 +226,8 @@ class KVManager:
             room = pool.available - sum(pool.refs(b) == 0 for b in reused) - spare[g]
             missing.append(max(0, fresh - room))
         if any(missing):
+            if self.restores is not None and self.restores.close(but=seq.id):
+                return self.admit(seq, hit, spare)  # what others wait for must not keep this one waiting
             return Shortage(tuple(missing))
         hold = self._held[seq.id] = _Holding(seq, pins=list(hit.snapshots))
         # References first: taking a block may evict, and must not evict what was just matched.
@@ -247,6 +252,8 @@ class KVManager:
         self._asked_tokens += len(seq.tokens)
         self._hit_tokens += hit.tokens
         self._announce(hold, hit)
+        if self.restores is not None:
+            self.restores.end(seq.id)
         return Admission(tuple(zero), tuple(copies))
 
     def _announce(self, hold: _Holding, hit: Hit) -> None:
@@ -268,6 +275,10 @@ class KVManager:
     def extend(self, seq: Holder, end: int) -> int:
         """Give it blocks to compute up to ``end``, or as far as blocks go; returns how far that is."""
         growing = [g for g, kind in enumerate(self._kinds) if kind != "state"]
+        if self.restores is not None and any(
+            (len(seq.tables[g]) + self.pools[g].available) * self._size < end for g in growing
+        ):
+            self.restores.close()
         for g in growing:
             end = min(end, (len(seq.tables[g]) + self.pools[g].available) * self._size)
         for g in growing:
@@ -375,6 +386,8 @@ class KVManager:
     def _evicted(self, group: int, block: int) -> None:
         if self.index is None:
             raise InternalError("a block was cached without an index")
+        if self.spill is not None and group in self.index.rows:
+            self.spill(self.index.entry(group, block))
         for g, other in self.index.drop(group, block):
             self.pools[g].forget(other)
 
@@ -426,6 +439,8 @@ class KVManager:
             for g, block in (*hold.pins, *hold.taking):
                 held[g][block] += 1
             self._check_holding(hold)
+        for g, block in () if self.restores is None else self.restores.pins():
+            held[g][block] += 1
         for g, pool in enumerate(self.pools):
             pool.check(held[g])
             published = set() if self.index is None else set(self.index.blocks(g))

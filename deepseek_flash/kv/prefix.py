@@ -38,7 +38,8 @@ class PrefixIndex:
     def __init__(self, spec: CacheSpec, root: bytes) -> None:
         self._size = spec.block_size
         self._root = blake2b(root, digest_size=DIGEST_SIZE).digest()
-        self._rows = [i for i, g in enumerate(spec.groups) if g.kind == "rows"]
+        self.rows = [i for i, g in enumerate(spec.groups) if g.kind == "rows"]
+        """Groups of rows."""
         self._groups = len(spec.groups)
         self._entries: dict[bytes, Entry] = {}
         self._by_block: list[dict[int, Entry]] = [{} for _ in spec.groups]
@@ -63,10 +64,14 @@ class PrefixIndex:
         entry = self._entries.get(key)
         return NONE if entry is None else entry.blocks[group]
 
+    def entry(self, group: int, block: int) -> Entry:
+        """The entry that names a published block."""
+        return self._by_block[group][block]
+
     def has_rows(self, key: bytes) -> bool:
         """Whether every ``rows`` group has this block."""
         entry = self._entries.get(key)
-        return entry is not None and all(entry.blocks[g] != NONE for g in self._rows)
+        return entry is not None and all(entry.blocks[g] != NONE for g in self.rows)
 
     def reach(self, keys: Sequence[bytes], limit: int) -> int:
         """How many leading blocks, at most ``limit``, have their rows.
@@ -102,7 +107,7 @@ class PrefixIndex:
         entry = self._by_block[group].pop(block)
         entry.blocks[group] = NONE
         useless: list[tuple[int, int]] = []
-        if group in self._rows:
+        if group in self.rows:
             useless = [(g, b) for g, b in enumerate(entry.blocks) if b != NONE]
             for g, b in useless:
                 del self._by_block[g][b]
@@ -125,7 +130,7 @@ class PrefixIndex:
                 raise InternalError("an index entry is empty or its blocks do not point back at it")
         if named != sum(map(len, self._by_block)):
             raise InternalError("a published block has no index entry")
-        if self._rows and any(
+        if self.rows and any(
             not self.has_rows(e.key) or (e.depth and not self.has_rows(e.parent)) for e in self._entries.values()
         ):
             raise InternalError("an index entry outlived its rows or those of its parent")

@@ -93,6 +93,23 @@ class CacheSpec:
         """Whether resuming at a boundary needs window rows or state kept there."""
         return any(g.kind != "rows" for g in self.groups)
 
+    def first_block(self, group: int, tokens: int) -> int:
+        """Index of the first block of a group that a sequence of so many tokens still reads."""
+        g = self.groups[group]
+        return max(0, tokens - g.window) // self.block_size if g.kind == "window" else 0
+
+    def snapshot_blocks(self, boundary: int) -> list[tuple[int, int]]:
+        """(group, block index) of everything beside rows that resuming after ``boundary`` blocks needs: window rows
+        still visible and the state record, which is kept with the block it ends. In the order in which tiers store
+        it."""
+        wanted = []
+        for i, g in enumerate(self.groups):
+            if g.kind == "window":
+                wanted += [(i, n) for n in range(self.first_block(i, boundary * self.block_size), boundary)]
+            elif g.kind == "state":
+                wanted.append((i, boundary - 1))
+        return wanted
+
     def blocks_for(self, group: int, tokens: int) -> int:
         """Blocks of a group that a sequence of so many tokens holds at once."""
         g = self.groups[group]

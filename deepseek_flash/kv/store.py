@@ -33,6 +33,7 @@ class KVStore:
         """Per group: uint8 [blocks, block_bytes]."""
         self._maps: list[mmap.mmap] = []
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._bytes: list[memoryview] = []
         try:
             for n, g in zip(self.capacity, spec.groups, strict=True):
                 block_bytes = g.block_bytes(spec.block_size)
@@ -55,6 +56,13 @@ class KVStore:
         scales = self._views.get((group, layer, f"{field}_scale"))
         return values if scales is None else QuantCache(values, scales)
 
+    def bytes(self, group: int, block: int) -> memoryview:
+        """A block's bytes, to be read or written in place. Not to be kept: ``close`` gives them back."""
+        size = self.spec.groups[group].block_bytes(self.spec.block_size)
+        if not self._maps:
+            return self.pools[group][block].numpy().data
+        return self._bytes[group][block * size : (block + 1) * size]
+
     def apply(self, zero: Iterable[tuple[int, int]] = (), copies: Iterable[BlockCopy] = ()) -> None:
         """Clear (group, block) pairs, then copy blocks one after the other."""
         for group, block in zero:
@@ -64,7 +72,7 @@ class KVStore:
 
     def close(self) -> None:
         """Give the memory back now. Safe to call twice."""
-        self._views = {}
+        self._views, self._bytes = {}, []
         for pages in self._maps:
             # The mapping itself goes with its last view; its pages go here.
             pages.madvise(mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE)
@@ -79,6 +87,7 @@ class KVStore:
             return torch.zeros(n, dtype=torch.uint8)
         pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._maps.append(pages)
+        self._bytes.append(memoryview(pages))
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def _typed_views(self) -> dict[tuple[int, int, str], torch.Tensor]:

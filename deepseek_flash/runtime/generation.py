@@ -15,6 +15,7 @@ from deepseek_flash.metrics import Metrics
 from deepseek_flash.runtime.emit import Answer, Rules
 from deepseek_flash.runtime.runner import StepOutput
 from deepseek_flash.runtime.stream import Channel, without_traceback
+from deepseek_flash.runtime.tiering import CacheTiers
 from deepseek_flash.sampling.params import ResolvedSampling
 from deepseek_flash.sampling.sampler import SampleRow
 from deepseek_flash.scheduler.plan import StepPlan
@@ -22,6 +23,9 @@ from deepseek_flash.scheduler.scheduler import Scheduler
 from deepseek_flash.scheduler.sequence import Sequence
 from deepseek_flash.text.detokenize import Detokenizer
 from deepseek_flash.types import CacheReport, Completion, Delta, Timings, TokenLogprobs, Usage
+
+MEASURED_STEP = 64
+"""Tokens from which a step tells how fast prompts are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,12 @@ class GenerationTenant:
         detokenizer: Callable[[], Detokenizer],
         metrics: Metrics,
         *,
+        tiers: CacheTiers | None = None,
         salt: bytes = b"",
         check_every_step: bool = False,
     ) -> None:
         self.scheduler, self._runner, self._detokenizer = scheduler, runner, detokenizer
-        self._metrics, self._salt = metrics, salt
+        self._metrics, self._salt, self._tiers = metrics, salt, tiers
         self._check_every_step = check_every_step
         self._live: dict[int, _Live] = {}
         self._by_sequence: dict[int, tuple[_Live, int]] = {}
@@ -114,6 +119,8 @@ class GenerationTenant:
             live.sequences.append(seq)
             live.rows.append(row)
             self._by_sequence[seq.id] = (live, i)
+            if self._tiers is not None and self._tiers.arrived(seq):
+                self.scheduler.hold(seq)
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its caller gets the partial Completion. Unknown or ended ids are fine."""
@@ -136,7 +143,12 @@ class GenerationTenant:
     # Tenant
 
     def ready(self) -> bool:
-        return self._broken is None and self.scheduler.has_work
+        if self._tiers is not None:
+            self._tiers.expire()
+        return self._broken is None and self.scheduler.can_step
+
+    def patience(self) -> float | None:
+        return None if self._tiers is None else self._tiers.patience()
 
     def step(self) -> None:
         try:
@@ -148,7 +160,10 @@ class GenerationTenant:
             self._fatal(InternalError("the scheduler has work but plans no step; please report this"))
             return
         try:
-            output = self._runner.run(plan, self._rows(plan))
+            rows, began = self._rows(plan), time.perf_counter()
+            output = self._runner.run(plan, rows)
+            if self._tiers is not None and plan.tokens >= MEASURED_STEP:
+                self._tiers.rates.prefilled(plan.tokens, time.perf_counter() - began)
             self._commit(plan, output)
         except Exception as e:  # last line of defence: a fault in a step ends that step's requests only
             self._fail_step(plan, e)
@@ -176,6 +191,10 @@ class GenerationTenant:
         tokens = {i: s.token for i, s in output.sampled.items() if not isinstance(s, InternalError)}
         wanted = {i: t for i, t in tokens.items() if self._by_sequence[i][0].request.rules.max_new_tokens}
         self.scheduler.commit(plan, wanted)
+        if self._tiers is not None:
+            for item in plan.items:
+                if item.start < item.seq.prompt_len:
+                    self._tiers.computed(item.seq)
         now = time.perf_counter()
         self._metrics.count("steps")
         self._metrics.count("tokens_computed", plan.tokens)
@@ -207,6 +226,8 @@ class GenerationTenant:
 
     def _end(self, seq: Sequence) -> None:
         if self._by_sequence.pop(seq.id, None) is not None:
+            if self._tiers is not None:
+                self._tiers.leaving(seq)
             self.scheduler.finish(seq)
 
     def _complete(self, live: _Live, final: Delta) -> None:
@@ -220,7 +241,8 @@ class GenerationTenant:
     def _completion(self, live: _Live) -> Completion:
         request, now = live.request, time.perf_counter()
         prompt = len(request.tokens)
-        cached = sum(s.cached_tokens for s in live.sequences[:1])
+        first = live.sequences[0] if live.sequences else None
+        cached = first.cached_tokens if first else 0
         positions = None
         if request.prompt_logprobs is not None and len(live.prompt_logprobs) == prompt - 1:
             positions = (None, *(live.prompt_logprobs[i] for i in range(1, prompt)))
@@ -234,7 +256,7 @@ class GenerationTenant:
                 first_token=None if live.first_token is None else live.first_token - request.submitted,
                 total=now - request.submitted,
             ),
-            cache=CacheReport(prompt, cached, prompt - cached, sum(s.preemptions for s in live.sequences)),
+            cache=_cache_report(prompt, first, sum(s.preemptions for s in live.sequences)),
         )
 
     def _fail(self, live: _Live, error: FlashError) -> None:
@@ -275,6 +297,24 @@ class GenerationTenant:
             self._broken = without_traceback(error)
         for live in list(self._live.values()):
             self._fail(live, copy.copy(self._broken))  # each carries its own partial result
+
+
+def _cache_report(prompt: int, seq: Sequence | None, preemptions: int) -> CacheReport:
+    """Of a request's first choice: what was found when it was first admitted, by the tier it came from."""
+    if seq is None:
+        return CacheReport(prompt, 0, prompt, preemptions)
+    lower = min(seq.cached_tokens, seq.l2_tokens + seq.l3_tokens)
+    disk = min(lower, seq.l3_tokens)
+    return CacheReport(
+        prompt_tokens=prompt,
+        l1_tokens=seq.cached_tokens - lower,
+        computed_tokens=prompt - seq.cached_tokens,
+        preemptions=preemptions,
+        l2_tokens=lower - disk,
+        l3_tokens=disk,
+        load_seconds=seq.load_seconds,
+        miss_reason=seq.miss,
+    )
 
 
 def step_error(cause: Exception) -> FlashError:

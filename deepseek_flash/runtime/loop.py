@@ -23,6 +23,10 @@ class Tenant(Protocol):
         """Whether a step would do something."""
         ...
 
+    def patience(self) -> float | None:
+        """Seconds after which an idle thread must ask ``ready`` again; None: not before something is posted."""
+        ...
+
     def step(self) -> None:
         """Do one bounded piece of work. Faults are the tenant's own business: it must not raise."""
         ...
@@ -146,9 +150,10 @@ class EngineLoop:
 
     def _serve(self, *, wait: bool) -> None:
         """Run the posted calls that are there, or the next one to come."""
+        patience = [p for t in self._tenants if (p := t.patience()) is not None] if wait else []
         for _ in range(max(self._inbox.qsize(), int(wait))):
             try:
-                call = self._inbox.get(block=wait)
+                call = self._inbox.get(block=wait, timeout=min(patience, default=None) if wait else None)
             except Empty:
                 return
             call()

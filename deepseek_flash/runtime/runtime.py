@@ -19,6 +19,7 @@ from deepseek_flash.kernels.registry import Kernels, select
 from deepseek_flash.kv.manager import KVManager
 from deepseek_flash.kv.spec import CacheSpec
 from deepseek_flash.kv.store import KVStore
+from deepseek_flash.loading.fingerprint import weights_fingerprint
 from deepseek_flash.loading.load import load_model_weights
 from deepseek_flash.loading.locate import locate
 from deepseek_flash.loading.source import TensorSource, open_source
@@ -33,6 +34,8 @@ from deepseek_flash.runtime.loop import EngineLoop
 from deepseek_flash.runtime.request import Limits, RequestBuilder
 from deepseek_flash.runtime.runner import Runner
 from deepseek_flash.runtime.stream import Stream
+from deepseek_flash.runtime.tiering import CacheTiers
+from deepseek_flash.runtime.tiers_setup import open_tiers
 from deepseek_flash.sampling.params import read_generation_config
 from deepseek_flash.sampling.sampler import Sampler
 from deepseek_flash.scheduler.scheduler import Scheduler
@@ -102,7 +105,8 @@ class FlashRuntime:
             packed=self.kernels.packs,
             quantize=self.config.quantize,
         )
-        self.fingerprint = blake2b(source.fingerprint() + (self.config.quantize or "").encode()).digest()[:32]
+        known = weights_fingerprint(self.path, source) if self.config.l3_cache_path else source.fingerprint()
+        self.fingerprint = blake2b(known + (self.config.quantize or "").encode()).digest()[:32]
         eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
         self.weight_bytes = self.model.weight_bytes()
         self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
@@ -130,14 +134,32 @@ class FlashRuntime:
         self.scheduler = Scheduler(
             manager, max_batch_size=config.max_batch_size, token_budget=config.prefill_chunk_size
         )
+        self.tiers = self._tiers(manager)
         self.tenant = GenerationTenant(
             self.scheduler,
             Runner(self.model, self.store, Sampler(vocabulary, self.kernels.argmax, self.kernels.sample), "cpu"),
             self.tokenizer.incremental,
             self.metrics,
+            tiers=self.tiers,
             salt=config.cache_salt.encode(),
             check_every_step=self._check_every_step,
         )
+
+    def _tiers(self, manager: KVManager) -> CacheTiers | None:
+        """The tiers below the pool, where the options ask for any."""
+        tiers = open_tiers(
+            self.config,
+            manager,
+            self.store,
+            root=self.fingerprint,
+            native=self.kernels.packs,
+            post=self.loop.post_quietly,
+            resume=lambda seq: self.scheduler.resume(seq),
+            metrics=self.metrics,
+        )
+        if tiers is not None:
+            self._memory.callback(tiers.close)
+        return tiers
 
     def stream(self, request: Request) -> Stream:
         """The caller's end of a request that is yet to be queued; cancelling it early is fine."""
@@ -181,6 +203,7 @@ class FlashRuntime:
                 "bytes": plan.bytes,
                 "prefix_caching": self.config.enable_prefix_caching,
             },
+            "tiers": {} if self.tiers is None else self.tiers.stats(),
             "kernels": self.kernels.describe(),
             "scheduler": self.scheduler.stats(),
             "counters": dict(snapshot.counters),

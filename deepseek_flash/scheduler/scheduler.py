@@ -53,6 +53,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._parked: dict[bytes, list[Sequence]] = {}
         self._parked_on: dict[int, bytes] = {}
+        self._fetching: dict[int, Sequence] = {}
+        """Those whose prefix is on its way from a lower tier."""
         self._ids: set[int] = set()
         self._arrivals = 0
         self._open: StepPlan | None = None
@@ -68,8 +70,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait, those that wait for a shared prefix included."""
-        return len(self._waiting) + len(self._parked_on)
+        """Sequences that wait, those that wait for a shared prefix or a lower tier included."""
+        return len(self._waiting) + len(self._parked_on) + len(self._fetching)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is work that does not wait for a lower tier."""
+        return len(self._ids) > len(self._fetching)
 
     @property
     def running(self) -> int:
@@ -119,6 +126,17 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.append(seq)
 
+    def hold(self, seq: Sequence) -> None:
+        """Keep a waiting sequence back until ``resume``: a lower tier is asked for its prefix. It keeps its place."""
+        self._remove(self._waiting, seq)
+        self._fetching[seq.id] = seq
+
+    def resume(self, seq: Sequence) -> None:
+        """Put it back in line. One that ended in the meantime is left alone."""
+        if self._fetching.pop(seq.id, None) is not None:
+            insort(self._waiting, seq, key=_arrival)
+            self._blocked = None
+
     def finish(self, seq: Sequence) -> None:
         """End a sequence, complete or not, between steps: its blocks are released. Ending twice is fine."""
         if seq.status is Status.FINISHED:
@@ -128,6 +146,8 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self._remove(self._running, seq)
             self.kv.release(seq)
+        elif seq.id in self._fetching:
+            del self._fetching[seq.id]
         elif seq.id in self._parked_on:
             key = self._parked_on.pop(seq.id)
             self._parked[key].remove(seq)
@@ -135,6 +155,8 @@ class Scheduler:
                 del self._parked[key]
         else:
             self._remove(self._waiting, seq)
+        if self.kv.restores is not None:
+            self.kv.restores.end(seq.id)
         self._ids.discard(seq.id)
         seq.status = Status.FINISHED
 
@@ -327,14 +349,16 @@ class Scheduler:
         parked = [(s.id, key) for key, queue in self._parked.items() for s in queue]
         if dict(parked) != self._parked_on or len(parked) != len(self._parked_on):
             raise InternalError("the two records of parked sequences differ")
-        ids = [s.id for s in (*self._waiting, *self._running)] + [i for i, _ in parked]
+        ids = [s.id for s in (*self._waiting, *self._running, *self._fetching.values())]
+        ids += [i for i, _ in parked]
         if len(ids) != len(self._ids) or set(ids) != self._ids:
             raise InternalError("a sequence is in two queues or in none")
-        if any(s.computed or s.tables for s in self._waiting):
+        if any(s.computed or s.tables for s in (*self._waiting, *self._fetching.values())):
             raise InternalError("a waiting sequence has computed tokens or blocks")
         if len(self._running) > self.max_batch_size:
             raise InternalError(f"{len(self._running)} sequences run, {self.max_batch_size} may")
-        if not self._running and self.kv.usage()[1]:
+        pinned = self.kv.restores is not None and any(self.kv.restores.pins())
+        if not self._running and not pinned and self.kv.usage()[1]:
             raise InternalError("blocks are held although nothing runs")
         if any(not self.kv.holds(s) for s in self._running) or any(self.kv.holds(s) for s in self._waiting):
             raise InternalError("the cache holds other sequences than those that run")

@@ -39,6 +39,13 @@ class Sequence:
     """Prefix keys of its full blocks, extended lazily."""
     cached_tokens: int = 0
     """Prompt tokens found in the cache at first admission."""
+    l2_tokens: int = 0
+    """Prompt tokens brought back from the host tier before that, and from the disk tier:"""
+    l3_tokens: int = 0
+    load_seconds: float = 0.0
+    """Spent waiting for lower tiers."""
+    miss: str = ""
+    """Why no more came from there."""
     preemptions: int = 0
     arrival: int = 0
     """Order of submission."""

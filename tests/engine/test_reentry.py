@@ -51,6 +51,9 @@ class Talker:
     def ready(self) -> bool:
         return bool(self.at)
 
+    def patience(self) -> float | None:
+        return None
+
     def step(self) -> None:
         for number, (channel, done) in list(self.at.items()):
             channel.put(Delta(text="x", token_ids=(done,)))
