@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +147,29 @@ def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
     elif name in EngineConfig.model_fields:
         hint = bounds(EngineConfig.model_fields[name].metadata)
     return ConfigError(f"{name}={value!r}: {allowed}{hint}", field=name, value=value, allowed=allowed)
+
+
+_UNITS = {"": 1, "b": 1, **{f"{u}{b}": n**i for i, u in enumerate("kmgt", 1) for b, n in (("b", 1000), ("ib", 1024))}}
+
+
+def parse_bytes(value: int | str, option: str) -> int:
+    """A size: bytes as an int, or text with a decimal (``"2GB"``) or binary (``"1.5 GiB"``) unit. ConfigError for
+    anything else, and for what is not positive."""
+    size: float | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(found[2].lower()) if found else None
+        size = float(found[1]) * unit if found and unit else None
+    if size is None or not 1 <= size < 1 << 63:
+        raise ConfigError(
+            f"{option}={value!r}: a size is needed: bytes as an int, or text like '6GiB', '512 MiB' or '24GB'",
+            field=option,
+            value=value,
+            allowed="at least one byte",
+        )
+    return int(size)
 
 
 def cache_dir() -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
-from deepseek_flash.config import EngineConfig
+from deepseek_flash.config import EngineConfig, parse_bytes
 from deepseek_flash.errors import FlashError, RequestError, near_or_all
 from deepseek_flash.memory.report import MemoryReport
 from deepseek_flash.runtime.generation import Request
@@ -335,6 +335,28 @@ class FlashEngine:
         """Measured bytes: weights, cache, process; ``print`` it for a table."""
         self._guard()
         return self._runtime.memory_report()
+
+    # memory
+
+    def resize(self, *, kv_cache: int | str) -> int:
+        """Shrink or grow the cache pool to at most ``kv_cache`` bytes (or ``"2GiB"``) while requests run; returns the
+        bytes it has then. Cached blocks go down to the tiers below. MemoryBudgetError when one sequence of
+        ``max_model_len`` tokens would not fit; it never has more than ``max_batch_size`` such sequences can use."""
+        self._guard()
+        return self._runtime.resize(parse_bytes(kv_cache, "kv_cache"))
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back to the system until :meth:`wake`. The cache's contents wait in an
+        unnamed file (in ``l3_cache_path``, else the system's folder for temporary files); running requests stop where
+        they are and go on, with the same tokens, after wake(), and new ones wait in line. OSError when the
+        file cannot be written; nothing has changed then."""
+        self._guard()
+        self._runtime.sleep()
+
+    def wake(self) -> None:
+        """Read weights and cache back in and go on. CheckpointError when the weights' file has changed."""
+        self._guard()
+        self._runtime.wake()
 
     # life
 

@@ -19,32 +19,38 @@ class BlockCopy:
 
 
 class BlockPool:
-    """Blocks ``0 .. capacity - 1`` of one group.
+    """Blocks ``0 .. most - 1`` of one group, of which ``capacity`` are in service.
 
-    Every block is exactly one of: free, referenced (by one or more holders), or cached (published in the
-    prefix index and referenced by nobody). ``take`` uses free blocks first, then evicts the cached block
-    that was released longest ago. Holders release a sequence's last block first, so the tail of the least
-    recently used chain goes before its head and what survives is always a usable prefix.
+    Every block is exactly one of: free, referenced (by one or more holders), cached (published in the
+    prefix index and referenced by nobody), or retired (out of service: its memory is given back). ``take`` uses
+    free blocks first, then evicts the cached block that was released longest ago. Holders release a sequence's last
+    block first, so the tail of the least recently used chain goes before its head and what survives is always a
+    usable prefix.
     """
 
-    def __init__(self, capacity: int, evicted: Callable[[int], None]) -> None:
-        """``evicted(block)`` is called while a cached block loses its contents, before it is handed out."""
-        if capacity < 1:
-            raise InternalError(f"a block pool needs at least one block, not {capacity}")
-        self.capacity = capacity
+    def __init__(self, capacity: int, evicted: Callable[[int], None], most: int | None = None) -> None:
+        """``evicted(block)`` is called while a cached block loses its contents, before it is handed out.
+        ``most``: what the pool can ever grow to [capacity]."""
+        most = capacity if most is None else most
+        if not 1 <= capacity <= most:
+            raise InternalError(f"a block pool needs 1 to {most} blocks, not {capacity}")
+        self.capacity, self.most = capacity, most
+        self.owed = 0
+        """Blocks that are yet to be retired, as their holders let go."""
         self.evictions = 0
         self.freed = 0
         """How often a block lost its last holder: while this stands still, no room has appeared."""
         self._evicted = evicted
-        self._refs = [0] * capacity
-        self._kept = bytearray(capacity)
+        self._refs = [0] * most
+        self._kept = bytearray(most)
         self._free = list(range(capacity - 1, -1, -1))
+        self._retired = list(range(most - 1, capacity - 1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Blocks that ``take`` can hand out: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return max(0, len(self._free) + len(self._cached) - self.owed)
 
     @property
     def free(self) -> int:
@@ -53,6 +59,41 @@ class BlockPool:
     @property
     def cached(self) -> int:
         return len(self._cached)
+
+    def resize(self, capacity: int) -> list[int]:
+        """Have so many blocks in service: free ones are retired first, then cached ones are evicted, the rest as
+        holders let go (``owed``; ``settle`` says which). Returns the blocks retired now."""
+        if not 1 <= capacity <= self.most:
+            raise InternalError(f"a block pool of 1 to {self.most} blocks cannot have {capacity}")
+        self.owed += self.capacity - capacity
+        self.capacity = capacity
+        while self.owed < 0:
+            self.owed += 1
+            self._free.append(self._retired.pop())
+        return self.settle()
+
+    def settle(self) -> list[int]:
+        """Retire what is owed and can go now; returns it."""
+        n = min(self.owed, len(self._free))
+        gone = self._free[:n]
+        del self._free[:n]
+        while len(gone) < self.owed and self._cached:
+            gone.append(self._evict())
+        self._retired += gone
+        self.owed -= len(gone)
+        return gone
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._kept[block] = 0
+        self.evictions += 1
+        self._evicted(block)
+        return block
+
+    def in_use(self) -> list[int]:
+        """Blocks whose contents matter: referenced or cached."""
+        idle = {*self._free, *self._retired}
+        return [b for b in range(self.most) if b not in idle]
 
     def refs(self, block: int) -> int:
         return self._refs[block]
@@ -66,10 +107,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            block, _ = self._cached.popitem(last=False)
-            self._kept[block] = 0
-            self.evictions += 1
-            self._evicted(block)
+            block = self._evict()
         else:
             raise InternalError(f"all {self.capacity} blocks are referenced; availability was not checked")
         self._refs[block] = 1
@@ -117,14 +155,16 @@ class BlockPool:
 
     def check(self, held: Mapping[int, int]) -> None:
         """Prove that the counts equal what holders hold (block → how often) and every block has one state."""
-        free, cached = set(self._free), set(self._cached)
-        if len(free) != len(self._free) or free & cached:
+        free, cached, retired = set(self._free), set(self._cached), set(self._retired)
+        if len(free) != len(self._free) or len(retired) != len(self._retired) or free & cached:
             raise InternalError("a block is in the free list twice, or free and cached at once")
-        for block in range(self.capacity):
+        if self.owed < 0 or len(retired) != self.most - self.capacity - self.owed:
+            raise InternalError(f"{len(retired)} of {self.most} blocks are retired and {self.owed} owed")
+        for block in range(self.most):
             refs = self._refs[block]
             if refs != held.get(block, 0):
                 raise InternalError(f"block {block} has {refs} references, {held.get(block, 0)} holders")
-            if (refs > 0) + (block in free) + (block in cached) != 1:
-                raise InternalError(f"block {block} is not exactly one of free, cached, referenced")
+            if (refs > 0) + (block in free) + (block in cached) + (block in retired) != 1:
+                raise InternalError(f"block {block} is not exactly one of free, cached, referenced, retired")
             if (block in cached and not self._kept[block]) or (block in free and self._kept[block]):
                 raise InternalError(f"block {block} is cached without an index entry, or free with one")

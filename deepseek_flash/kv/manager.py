@@ -94,13 +94,18 @@ class KVManager:
         root: bytes,
         prefix_caching: bool,
         snapshot_every: int = 16,
+        most: Sequence[int] | None = None,
     ) -> None:
-        """``capacity``: blocks per group. ``root``: identity of weights and dtype; the layout's is added here.
-        ``snapshot_every``: blocks between snapshots, for models that need them to resume."""
-        if len(capacity) != len(spec.groups):
-            raise InternalError(f"{len(capacity)} capacities for {len(spec.groups)} groups")
+        """``capacity``: blocks per group; ``most``: what they can be resized to [capacity]. ``root``: identity of
+        weights and dtype; the layout's is added here. ``snapshot_every``: blocks between snapshots, for models that
+        need them to resume."""
+        most = capacity if most is None else most
+        if not len(capacity) == len(most) == len(spec.groups):
+            raise InternalError(f"{len(capacity)} capacities and {len(most)} bounds for {len(spec.groups)} groups")
         self.spec = spec
-        self.pools = tuple(BlockPool(n, partial(self._evicted, g)) for g, n in enumerate(capacity))
+        self.pools = tuple(
+            BlockPool(n, partial(self._evicted, g), m) for g, (n, m) in enumerate(zip(capacity, most, strict=True))
+        )
         self.index = PrefixIndex(spec, root + spec.digest()) if prefix_caching else None
         self.no_hit = Hit(0, 0, ((),) * len(spec.groups), ())
         self._size = spec.block_size
@@ -116,6 +121,8 @@ class KVManager:
         """What is being brought back from lower tiers."""
         self.spill: Callable[[Entry], None] | None = None
         """Called while a cached block of rows, whole in all groups, loses its place: a lower tier may copy it."""
+        self.retired: Callable[[int, list[int]], None] | None = None
+        """Called with a group and its blocks that went out of service: their memory may be given back."""
 
     # ---- sizes
 
@@ -330,6 +337,7 @@ class KVManager:
             for i in range(self._first(g, before), self._first(g, seq.computed)):
                 pool.release(table[i])
                 table[i] = NONE
+        self._settle()
 
     def _publish(self, index: PrefixIndex, hold: _Holding, begin: int, end: int) -> None:
         seq = hold.seq
@@ -380,6 +388,7 @@ class KVManager:
             if self._pending.get(key) is hold:
                 del self._pending[key]
                 self.settled.append(key)
+        self._settle()
 
     # ---- the cached blocks
 
@@ -400,11 +409,34 @@ class KVManager:
                 self._evicted(g, block)
         return sum(p.free for p in self.pools) - before
 
+    def resize(self, capacity: Sequence[int]) -> None:
+        """Have so many blocks in service per group. Cached blocks go first; what sequences hold goes when they let
+        go of it (``owed`` tells how much that is)."""
+        if self.restores is not None:
+            self.restores.close()
+        for g, (pool, n) in enumerate(zip(self.pools, capacity, strict=True)):
+            self._gone(g, pool.resize(n))
+        self._settle()  # evicting rows may have freed what went with them
+
+    @property
+    def owed(self) -> int:
+        """Blocks out of service that sequences still hold."""
+        return sum(p.owed for p in self.pools)
+
+    def _settle(self) -> None:
+        for g, pool in enumerate(self.pools):
+            if pool.owed:
+                self._gone(g, pool.settle())
+
+    def _gone(self, group: int, blocks: list[int]) -> None:
+        if blocks and self.retired is not None:
+            self.retired(group, blocks)
+
     def usage(self) -> tuple[int, int, int]:
         """Blocks of all groups: how many there are, held by sequences, cached. Any thread may ask."""
         total = sum(p.capacity for p in self.pools)
         cached = sum(p.cached for p in self.pools)
-        return total, total - cached - sum(p.free for p in self.pools), cached
+        return total, total + self.owed - cached - sum(p.free for p in self.pools), cached
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (tokens, events) and numbers of blocks now. Any thread may ask."""
@@ -444,7 +476,7 @@ class KVManager:
         for g, pool in enumerate(self.pools):
             pool.check(held[g])
             published = set() if self.index is None else set(self.index.blocks(g))
-            if published != {b for b in range(pool.capacity) if pool.kept(b)}:
+            if published != {b for b in range(pool.most) if pool.kept(b)}:
                 raise InternalError(f"group {g}: pool and index disagree about which blocks are published")
         for key, hold in self._pending.items():
             if self._held.get(hold.seq.id) is not hold or key not in hold.pending:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 import torch
 
@@ -12,6 +13,9 @@ from deepseek_flash.errors import InternalError, MemoryBudgetError
 from deepseek_flash.kernels.plan import Cache, QuantCache
 from deepseek_flash.kv.blocks import BlockCopy
 from deepseek_flash.kv.spec import CacheSpec, Field
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE: a pool maps what it may grow to, not what it uses."""
 
 
 class KVStore:
@@ -70,6 +74,34 @@ class KVStore:
         for c in copies:
             self.pools[c.group][c.dst].copy_(self.pools[c.group][c.src])
 
+    def discard(self, group: int, blocks: Iterable[int]) -> None:
+        """Give the memory of these blocks back to the system; their contents are lost. Pages that they share with
+        other blocks stay, and so does everything where the system has no private mappings."""
+        if not self._maps or sys.platform != "linux":
+            return
+        pages, size = self._maps[group], self.spec.groups[group].block_bytes(self.spec.block_size)
+        for first, last in _runs(blocks):
+            begin = -(-first * size // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (last + 1) * size // mmap.PAGESIZE * mmap.PAGESIZE
+            if last + 1 == self.capacity[group]:
+                end = -(-(last + 1) * size // mmap.PAGESIZE) * mmap.PAGESIZE
+            if end > begin:
+                pages.madvise(mmap.MADV_DONTNEED, begin, min(end, len(pages)) - begin)
+
+    def save(self, file: BinaryIO, blocks: Sequence[Sequence[int]]) -> None:
+        """Write the bytes of these blocks per group, one after the other. OSError as the file raises it."""
+        for group, listed in enumerate(blocks):
+            for block in listed:
+                file.write(self.bytes(group, block))
+
+    def load(self, file: BinaryIO, blocks: Sequence[Sequence[int]]) -> None:
+        """Read back what ``save`` wrote for the same blocks."""
+        for group, listed in enumerate(blocks):
+            for block in listed:
+                into = self.bytes(group, block)
+                if file.readinto(into) != len(into):  # type: ignore[attr-defined]
+                    raise InternalError("the image of the cache ended early")
+
     def close(self) -> None:
         """Give the memory back now. Safe to call twice."""
         self._views, self._bytes = {}, []
@@ -85,7 +117,7 @@ class KVStore:
         """uint8 [n] zeros whose pages the system hands out when they are written; torch.zeros writes them all."""
         if n == 0 or not hasattr(mmap, "MAP_PRIVATE"):
             return torch.zeros(n, dtype=torch.uint8)
-        pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         self._maps.append(pages)
         self._bytes.append(memoryview(pages))
         return torch.frombuffer(pages, dtype=torch.uint8)
@@ -101,6 +133,21 @@ class KVStore:
                 span = self.pools[i][:, offset : offset + f.row_bytes * rows]
                 views[i, f.layer, f.name] = _in_order(f, span.view(getattr(torch, f.dtype)), rows)
         return views
+
+
+def _runs(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of consecutive numbers."""
+    first = last = None
+    for block in sorted(blocks):
+        if first is None or last is None:
+            first = last = block
+        elif block == last + 1:
+            last = block
+        else:
+            yield first, last
+            first = last = block
+    if first is not None and last is not None:
+        yield first, last
 
 
 def _in_order(field: Field, span: torch.Tensor, rows: int) -> torch.Tensor:

@@ -87,6 +87,10 @@ class GenerationTenant:
         self._by_sequence: dict[int, tuple[_Live, int]] = {}
         self._sequence_ids = itertools.count()
         self._broken: FlashError | None = None
+        self.asleep = False
+        """Weights and cache are given back: requests are queued and wait."""
+        self._unasked: list[Sequence] = []
+        """Sequences that arrived asleep: the tiers have not been asked for their prefix."""
 
     # posted calls
 
@@ -119,8 +123,33 @@ class GenerationTenant:
             live.sequences.append(seq)
             live.rows.append(row)
             self._by_sequence[seq.id] = (live, i)
-            if self._tiers is not None and self._tiers.arrived(seq):
-                self.scheduler.hold(seq)
+            self._look_below(seq)
+
+    def _look_below(self, seq: Sequence) -> None:
+        """Keep a sequence back while a lower tier brings what it has of it."""
+        if self._tiers is None:
+            return
+        if self.asleep:
+            self._unasked.append(seq)
+        elif self._tiers.arrived(seq):
+            self.scheduler.hold(seq)
+
+    def sleep(self) -> None:
+        """Make no step until ``wake``; what is asked for in the meantime waits in line. The cache's memory may go: so
+        nothing is copied from it or into it."""
+        self.asleep = True
+        if self._tiers is not None:
+            self._tiers.suspended = True
+
+    def wake(self) -> None:
+        """Go on; the cache's memory is what it was."""
+        self.asleep = False
+        if self._tiers is not None:
+            self._tiers.suspended = False
+        late, self._unasked = self._unasked, []
+        for seq in late:
+            if seq.id in self._by_sequence:
+                self._look_below(seq)
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its caller gets the partial Completion. Unknown or ended ids are fine."""
@@ -145,7 +174,7 @@ class GenerationTenant:
     def ready(self) -> bool:
         if self._tiers is not None:
             self._tiers.expire()
-        return self._broken is None and self.scheduler.can_step
+        return self._broken is None and not self.asleep and self.scheduler.can_step
 
     def patience(self) -> float | None:
         return None if self._tiers is None else self._tiers.patience()

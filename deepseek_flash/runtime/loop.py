@@ -8,12 +8,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from deepseek_flash.errors import EngineClosed, EngineForked
 from deepseek_flash.runtime.bell import Bell
+
+T = TypeVar("T")
+_LOOK_AGAIN = 1.0
+"""Seconds between looks at whether the loop has ended while somebody waits for a call."""
 
 
 class Tenant(Protocol):
@@ -100,6 +105,26 @@ class EngineLoop:
         """Like :meth:`post`, for finalisers: does nothing when closed or forked."""
         if os.getpid() == self._pid and not self._stopping:
             self._inbox.put(call)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the engine thread between steps and wait for what it returns or raises."""
+        if self._thread is threading.current_thread():
+            return function()
+        done, outcome = threading.Event(), Future[T]()
+
+        def run() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as e:
+                outcome.set_exception(e)
+            finally:
+                done.set()
+
+        self.post(run)
+        while not done.wait(_LOOK_AGAIN):
+            if self._over and not done.is_set():
+                self.guard()
+        return outcome.result()
 
     def close(self) -> None:
         """Stop after the current step, end what is pending, free memory, wait for that. Idempotent."""

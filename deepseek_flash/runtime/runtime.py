@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepseek_flash.config import EngineConfig, kernels_preference
-from deepseek_flash.errors import ConfigError, FormatError, MemoryBudgetError
+from deepseek_flash.errors import CheckpointError, ConfigError, FormatError, MemoryBudgetError
 from deepseek_flash.kernels.registry import Kernels, select
 from deepseek_flash.kv.manager import KVManager
 from deepseek_flash.kv.spec import CacheSpec
@@ -32,6 +32,7 @@ from deepseek_flash.runtime.fresh import on_fresh_thread
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
 from deepseek_flash.runtime.request import Limits, RequestBuilder
+from deepseek_flash.runtime.residence import Residence, image_folder
 from deepseek_flash.runtime.runner import Runner
 from deepseek_flash.runtime.stream import Stream
 from deepseek_flash.runtime.tiering import CacheTiers
@@ -56,6 +57,8 @@ class CachePlan:
     context: int
     """Most tokens of one sequence."""
     bytes: int
+    most: tuple[int, ...] = ()
+    """Blocks that the pool could be resized to, per group."""
 
 
 class FlashRuntime:
@@ -95,8 +98,17 @@ class FlashRuntime:
         self.cache_dtype = cache_dtype(self.config, source, self.kernels)
         self.plan = plan_cache(self.config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks)
         self._memory.callback(trim_heap)
+        self._memory.callback(self._unload)
+        self._weights(source)
+        self.fingerprint = self._identity(source)
+        eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
+        self.weight_bytes = self.model.weight_bytes()
+        self.store = _store(self.plan)
+        self._memory.callback(self.store.close)
+        return generation_config, eos_ids
+
+    def _weights(self, source: TensorSource) -> None:
         self.model: Model = self.info.build(self.kernels)
-        self._memory.callback(self.model.release)
         load_model_weights(
             self.model,
             self.model.rules,
@@ -105,13 +117,29 @@ class FlashRuntime:
             packed=self.kernels.packs,
             quantize=self.config.quantize,
         )
+
+    def _identity(self, source: TensorSource) -> bytes:
+        """What the weights are: part of every prefix key."""
         known = weights_fingerprint(self.path, source) if self.config.l3_cache_path else source.fingerprint()
-        self.fingerprint = blake2b(known + (self.config.quantize or "").encode()).digest()[:32]
-        eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
-        self.weight_bytes = self.model.weight_bytes()
-        self.store = KVStore(self.plan.spec, self.plan.blocks, "cpu")
-        self._memory.callback(self.store.close)
-        return generation_config, eos_ids
+        return blake2b(known + (self.config.quantize or "").encode()).digest()[:32]
+
+    def _unload(self) -> None:
+        """Give the weights back, as far as any were built."""
+        model = getattr(self, "model", None)
+        if model is not None:
+            model.release()
+
+    def _reload(self) -> None:
+        """Read the weights again, and make sure that they are the same."""
+        with open_source(self.path) as source:
+            now = self._identity(source)
+            if now != self.fingerprint:
+                raise CheckpointError(
+                    f"{self.path}: the weights changed while the engine slept; put the old ones back, or close this "
+                    f"engine and open a new one"
+                )
+            self._weights(source)
+        self.runner.model = self.model
 
     def _assemble(self, generation_config: dict[str, Any], eos_ids: frozenset[int]) -> None:
         """Everything that runs."""
@@ -130,20 +158,32 @@ class FlashRuntime:
             self.plan.blocks,
             root=self.fingerprint,
             prefix_caching=config.enable_prefix_caching,
+            most=self.store.capacity,
         )
         self.scheduler = Scheduler(
             manager, max_batch_size=config.max_batch_size, token_budget=config.prefill_chunk_size
         )
         self.tiers = self._tiers(manager)
+        sampler = Sampler(vocabulary, self.kernels.argmax, self.kernels.sample)
+        self.runner = Runner(self.model, self.store, sampler, "cpu")
         self.tenant = GenerationTenant(
             self.scheduler,
-            Runner(self.model, self.store, Sampler(vocabulary, self.kernels.argmax, self.kernels.sample), "cpu"),
+            self.runner,
             self.tokenizer.incremental,
             self.metrics,
             tiers=self.tiers,
             salt=config.cache_salt.encode(),
             check_every_step=self._check_every_step,
         )
+        self.residence = Residence(
+            self.tenant,
+            self.store,
+            context=self.plan.context,
+            folder=image_folder(config.l3_cache_path),
+            unload=self._unload,
+            reload=lambda: on_fresh_thread(self._reload),
+        )
+        self._memory.callback(self.residence.close)
 
     def _tiers(self, manager: KVManager) -> CacheTiers | None:
         """The tiers below the pool, where the options ask for any."""
@@ -199,8 +239,9 @@ class FlashRuntime:
             "cache": {
                 "dtype": self.cache_dtype,
                 "block_size": plan.spec.block_size,
-                "blocks": list(plan.blocks),
-                "bytes": plan.bytes,
+                "blocks": [p.capacity for p in self.scheduler.kv.pools],
+                "bytes": self.residence.pool_bytes,
+                "asleep": self.residence.asleep,
                 "prefix_caching": self.config.enable_prefix_caching,
             },
             "tiers": {} if self.tiers is None else self.tiers.stats(),
@@ -213,8 +254,22 @@ class FlashRuntime:
     def memory_report(self) -> MemoryReport:
         """Measured bytes of weights and cache, and what the process holds."""
         total, used, cached = self.scheduler.kv.usage()
-        use = CacheUse(pool_bytes=self.store.nbytes, total_blocks=total, used_blocks=used, cached_blocks=cached)
-        return MemoryReport.measure(weights=self.weight_bytes, kv_cache=use)
+        asleep = self.residence.asleep
+        pool = 0 if asleep else self.residence.pool_bytes
+        use = CacheUse(pool_bytes=pool, total_blocks=total, used_blocks=used, cached_blocks=cached)
+        return MemoryReport.measure(weights=0 if asleep else self.weight_bytes, kv_cache=use)
+
+    def resize(self, kv_cache: int) -> int:
+        """Bring the cache pool to at most so many bytes; what it has then."""
+        return self.loop.call(partial(self.residence.resize, kv_cache))
+
+    def sleep(self) -> None:
+        """Give weights and cache back until :meth:`wake`."""
+        self.loop.call(self.residence.sleep)
+
+    def wake(self) -> None:
+        """Have them again."""
+        self.loop.call(self.residence.wake)
 
     def close(self) -> None:
         """Stop the loop, end what runs, free weights and cache, as far as opening got. Idempotent."""
@@ -286,7 +341,18 @@ def plan_cache(
         sequences = max(1, min(config.max_batch_size, share // need))
         blocks = tuple(sequences * spec.blocks_for(i, longest) for i in range(len(spec.groups)))
     size = sum(n * g.block_bytes(spec.block_size) for n, g in zip(blocks, spec.groups, strict=True))
-    return CachePlan(spec, blocks, longest, size)
+    useful = (max(n, config.max_batch_size * spec.blocks_for(i, longest)) for i, n in enumerate(blocks))
+    return CachePlan(spec, blocks, longest, size, tuple(useful))
+
+
+def _store(plan: CachePlan) -> KVStore:
+    """Pools that map what they may grow to, or as much as they need now where the system does not let them."""
+    spec = plan.spec
+    total = sum(n * g.block_bytes(spec.block_size) for n, g in zip(plan.most, spec.groups, strict=True))
+    if total <= host_memory().total:
+        with suppress(MemoryBudgetError):
+            return KVStore(spec, plan.most, "cpu")
+    return KVStore(spec, plan.blocks, "cpu")
 
 
 def _tokens_within(spec: CacheSpec, room: int) -> int:

@@ -87,6 +87,8 @@ class CacheTiers:
         self.block_size = manager.spec.block_size
         self._verify_every = verify_every
         self._sampled = 0
+        self.suspended = False
+        """The pool's bytes are not there: nothing may be saved from it."""
         self._incoming: dict[int, _Incoming] = {}
         self._first_keys: dict[bytes, _Incoming] = {}
         self._saved: OrderedDict[bytes, None] = OrderedDict()
@@ -353,7 +355,7 @@ class CacheTiers:
 
     def _keep_snapshot(self, keys: Sequence[bytes]) -> None:
         """Copy the latest snapshot of a chain, where the model needs them to resume."""
-        if not self._manager.spec.needs_snapshots:
+        if not self._manager.spec.needs_snapshots or self.suspended:
             return
         found = ((b, self._snapshot_at(keys, b)) for b in range(len(keys), 0, -1))
         boundary, blocks = next((pair for pair in found if pair[1]), (0, None))
@@ -371,6 +373,8 @@ class CacheTiers:
     ) -> bool:
         """Copy blocks into a buffer and hand it to the disk thread; False when there is no buffer."""
         assert self._disk is not None
+        if self.suspended:
+            return False
         buffer = self._disk.save_buffer()
         if buffer is None:
             self._metrics.count("l3_saves_put_off")
@@ -401,6 +405,8 @@ class CacheTiers:
 
     def _spill(self, entry: Entry) -> None:
         """A block is about to lose its place in the pool."""
+        if self.suspended:
+            return
         rows = [(g, entry.blocks[g]) for g in self._index.rows]
         if self._host is not None:
             into = self._host.put(entry.key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -240,6 +241,15 @@ class Scheduler:
         self._preemptions += 1
         step.preempted.append(seq)
         insort(self._waiting, seq, key=_arrival)
+
+    def resize(self, capacity: Seq[int]) -> None:
+        """Have so many cache blocks per group from now on, between steps. Running sequences make room, the youngest
+        first; the oldest stays, so there must be room for the longest sequence ever accepted."""
+        self.kv.resize(capacity)
+        step = _Step(0)
+        while self.kv.owed and len(self._running) > 1:
+            self._preempt(self._running[-1], step)
+        self._blocked = None
 
     def _put(self, step: _Step, seq: Sequence, count: int, remaining: int) -> None:
         if count > 0:

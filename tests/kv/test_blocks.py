@@ -106,3 +106,46 @@ def test_freed_grows_only_when_a_last_holder_lets_go() -> None:
     assert pool.freed == 0
     pool.release(a)
     assert pool.freed == 1
+
+
+def test_a_pool_shrinks_free_blocks_first_then_cached_ones_then_as_holders_let_go() -> None:
+    pool, evicted = make(6)
+    taken = [pool.take() for _ in range(5)]
+    for block in taken[:2]:
+        pool.keep(block)
+        pool.release(block)
+    assert pool.resize(4) == [5, taken[0]]
+    assert evicted == [taken[0]]
+    assert pool.resize(2) == [taken[1]]
+    assert (pool.owed, pool.available, pool.capacity) == (1, 0, 2)
+    pool.release(taken[2])
+    assert pool.available == 0  # it is owed
+    assert pool.settle() == [taken[2]]
+    pool.check({taken[3]: 1, taken[4]: 1})
+    assert pool.resize(5) == []
+    assert pool.available == 3
+    pool.check({taken[3]: 1, taken[4]: 1})
+
+
+def test_growing_takes_back_what_is_owed_first() -> None:
+    pool, _ = make(4)
+    taken = [pool.take() for _ in range(4)]
+    assert pool.resize(1) == []
+    assert pool.owed == 3
+    assert pool.resize(3) == []
+    assert (pool.owed, pool.available) == (1, 0)
+    assert pool.resize(4) == []
+    assert (pool.owed, pool.available) == (0, 0)
+    pool.check(dict.fromkeys(taken, 1))
+
+
+def test_a_pool_grows_to_its_bound_and_not_beyond() -> None:
+    pool = BlockPool(2, lambda block: None, 5)
+    assert pool.available == 2
+    pool.resize(5)
+    assert sorted(pool.take() for _ in range(5)) == [0, 1, 2, 3, 4]
+    for wrong in (0, 6):
+        with pytest.raises(InternalError, match="1 to 5 blocks"):
+            pool.resize(wrong)
+    with pytest.raises(InternalError, match="needs 1 to 5 blocks"):
+        BlockPool(6, lambda block: None, 5)

@@ -123,3 +123,54 @@ def test_misuse_is_an_internal_error() -> None:
         KVStore(SPEC, (1, 2), "cpu")
     with pytest.raises(InternalError, match="tpu"):
         KVStore(SPEC, (1, 1, 1, 1), "tpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_discarded_blocks_give_their_memory_back_and_no_others() -> None:
+    spec = CacheSpec(16, (Group("kv", "rows", (Field("k", 0, (1024,), "float32"),)),))  # a block: 64 KiB
+    store = KVStore(spec, (2048,), "cpu")
+    view = store.view(0, 0, "k")
+    view[:] = torch.arange(2048, dtype=torch.float32)[:, None, None]
+    full = _resident()
+    gone = [*range(100, 1100), 1500, 1502, 2047]
+    store.discard(0, gone)
+    assert full - _resident() > 60 << 20
+    kept = [b for b in range(2048) if b not in set(gone)]
+    assert torch.equal(view[kept, 5, 7], torch.tensor(kept, dtype=torch.float32))
+    assert torch.count_nonzero(view[gone]) == 0
+    view[100] = 3
+    assert float(view[100].sum()) == 3 * 16 * 1024
+    store.close()
+
+
+def test_blocks_smaller_than_a_page_take_no_neighbour_along() -> None:
+    spec = CacheSpec(4, (Group("kv", "rows", (Field("k", 0, (100,), "float32"),)),))  # a block: 1600 bytes
+    store = KVStore(spec, (64,), "cpu")
+    view = store.view(0, 0, "k")
+    view[:] = 7
+    gone = [3, *range(10, 40), 63]
+    store.discard(0, gone)
+    kept = [b for b in range(64) if b not in set(gone)]
+    assert torch.all(view[kept] == 7)
+    store.close()
+
+
+def test_an_image_of_some_blocks_brings_them_back(tmp_path: Path) -> None:
+    store = KVStore(SPEC, (5, 4, 3, 2), "cpu")
+    rng = torch.Generator().manual_seed(1)
+    for pool in store.pools:
+        pool.copy_(torch.randint(0, 255, pool.shape, generator=rng, dtype=torch.uint8))
+    before = [pool.clone() for pool in store.pools]
+    kept = [[0, 3], [], [1, 2], [1]]
+    with (tmp_path / "image").open("w+b") as file:
+        store.save(file, kept)
+        for pool in store.pools:
+            pool.zero_()
+        file.seek(0)
+        store.load(file, kept)
+        file.seek(0)
+        file.truncate(100)
+        with pytest.raises(InternalError, match="ended early"):
+            store.load(file, kept)
+    for g, blocks in enumerate(kept[:1] + kept[1:]):
+        assert torch.equal(store.pools[g][blocks], before[g][blocks])

@@ -61,9 +61,15 @@ class FakeStore:
     def __init__(self, kv: KVManager) -> None:
         self.kv, self.size = kv, kv.spec.block_size
         self.data: list[list[list[Any]]] = [
-            [[None] * g.rows_per_block(self.size) for _ in range(pool.capacity)]
+            [[None] * g.rows_per_block(self.size) for _ in range(pool.most)]
             for g, pool in zip(kv.spec.groups, kv.pools, strict=True)
         ]
+        kv.retired = self.retired
+
+    def retired(self, group: int, blocks: list[int]) -> None:
+        """Their memory is gone: whoever reads them again is found out."""
+        for block in blocks:
+            self.data[group][block] = ["retired"] * len(self.data[group][block])
 
     def run(self, plan: StepPlan) -> None:
         for group, block in plan.zero:
@@ -126,9 +132,10 @@ class Driver:
         budget: int = 16,
         caching: bool = True,
         every: int = 3,
+        most: Ints | None = None,
     ) -> None:
         spec = spec or rows_spec()
-        self.kv = KVManager(spec, capacity, root=b"weights", prefix_caching=caching, snapshot_every=every)
+        self.kv = KVManager(spec, capacity, root=b"weights", prefix_caching=caching, snapshot_every=every, most=most)
         self.scheduler = Scheduler(self.kv, max_batch_size=batch, token_budget=budget)
         self.store = FakeStore(self.kv)
         self.ids = count()

@@ -35,6 +35,11 @@ class Traffic:
             caching=caching,
             every=rng.randrange(1, 5),
         )
+        self.full = capacity
+        self.floor = tuple(max(1, n * 2 // 3) for n in capacity)
+        self.driver.scheduler.resize(self.floor)
+        self.longest = self.driver.kv.most_tokens
+        self.driver.scheduler.resize(self.full)
         self.expected: dict[int, tuple[Sequence, list[int]]] = {}
         self.cancelled: set[int] = set()
 
@@ -42,7 +47,7 @@ class Traffic:
         d, rng = self.driver, self.rng
         prompt = a_prompt(rng, 30)
         new = rng.choice([0, 1, 3, 12, 40])
-        if not d.scheduler.can_ever_fit(len(prompt) + new):
+        if len(prompt) + new > self.longest:
             return
         salt = rng.choice([b"", b"", b"a", b"b"])
         seq = d.add(prompt, new, salt=salt, all_logits=rng.random() < 0.1)
@@ -64,6 +69,15 @@ class Traffic:
         if self.driver.scheduler.has_work:
             self.driver.step()
 
+    def resize(self) -> None:
+        """Anything from what the longest accepted request needs to everything."""
+        size = tuple(self.rng.randint(a, b) for a, b in zip(self.floor, self.full, strict=True))
+        self.driver.scheduler.resize(size)
+        self.driver.scheduler.check()
+        if self.driver.scheduler.running <= 1:
+            assert self.driver.kv.owed <= sum(b - a for a, b in zip(size, self.full, strict=True))
+        assert tuple(p.capacity for p in self.driver.kv.pools) == size
+
     def finish(self) -> None:
         d = self.driver
         d.drain()
@@ -72,6 +86,7 @@ class Traffic:
             assert seq.output == (answer[: len(seq.output)] if number in self.cancelled else answer)
         d.kv.clear()
         d.scheduler.check()
+        assert d.kv.owed == 0
         stats = d.kv.stats()
         assert stats["blocks_cached"] == 0 == stats["blocks_used"]
         assert stats["index_entries"] == 0
@@ -86,7 +101,8 @@ def test_D07_T05_K03_random_traffic(spec: str, caching: bool) -> None:
         traffic = Traffic(random.Random(f"{spec} {caching} {seed}"), spec, caching=caching)
         for _ in range(70):
             traffic.rng.choices(
-                [traffic.add, traffic.step, traffic.cancel, traffic.fail, traffic.driver.kv.clear], [30, 60, 4, 1, 1]
+                [traffic.add, traffic.step, traffic.cancel, traffic.fail, traffic.driver.kv.clear, traffic.resize],
+                [30, 60, 4, 1, 1, 3],
             )[0]()
             traffic.driver.scheduler.check()
         traffic.finish()
@@ -122,6 +138,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.traffic.fail()
+
+    @rule()
+    def resize(self) -> None:
+        self.traffic.resize()
 
     @rule()
     def clear(self) -> None:
