@@ -101,8 +101,8 @@ def _load(
 def storage_plan(
     model: nn.Module, rules: Sequence[Rule], source: TensorIndex, quantize: Callable[[str], str | None], group: int
 ) -> tuple[dict[str, list[Part]], list[tuple[Rule, torch.Size]]]:
-    """What ``load_model_weights`` would keep of a checkpoint, to be counted or written to a file instead: the parts of packed
-    weights by target, then the other tensors' rules and shapes. ``quantize`` decides for each target."""
+    """What ``load_model_weights`` would keep of a checkpoint, to be counted, or written to a file instead: the parts
+    of packed weights by target, then the other tensors' rules and shapes. ``quantize`` decides for each target."""
     slots, _, active = _fit(model, rules, source)
     parts = {
         r.target: parts_of(r.target, r.sources, source, quantize(r.target), group) for r in active if _packs(slots, r)

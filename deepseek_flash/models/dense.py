@@ -192,17 +192,13 @@ def _rules(info: DenseInfo) -> list[Rule]:
     for i in range(info.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        kv = info.kv_heads * info.head_dim
+        q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
         rules += [
             Rule(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",)),
             Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
             *_linear(
                 f"{ours}.attention.qkv",
-                {
-                    f"{attention}.q_proj": info.heads * info.head_dim,
-                    f"{attention}.k_proj": kv,
-                    f"{attention}.v_proj": kv,
-                },
+                {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv},
                 info.qkv_bias,
             ),
             *_linear(f"{ours}.attention.out", {f"{attention}.o_proj": info.hidden_size}, info.out_bias),
