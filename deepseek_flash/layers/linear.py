@@ -28,7 +28,7 @@ class Linear(nn.Module):
         super().__init__()
         self._linear, self._pack = kernels.linear, kernels.pack_linear
         self._packed_linear, self._bind = kernels.packed_linear, kernels.bind_packed
-        self.inputs, self.outputs, self._fine = inputs, outputs, fine
+        self.inputs, self.outputs, self.fine = inputs, outputs, fine
         self.weight = empty(outputs, inputs)
         self.bias = empty(outputs) if bias else None
         self._parts: tuple[PackedWeight, ...] = ()
@@ -43,7 +43,7 @@ class Linear(nn.Module):
     def after_load(self) -> None:
         """Put the weight into the kernels' form and drop the plain one."""
         if self._parts:
-            self.packed = self._bind(self._parts, None if self.bias is None else self.bias.detach(), self._fine)
+            self.packed = self._bind(self._parts, None if self.bias is None else self.bias.detach(), self.fine)
             self._parts = ()
         elif self.weight is not None:
             self._wide = self._pack(self.weight.detach())

@@ -16,7 +16,7 @@ from deepseek_flash.kernels.cpu.packer import best_packer
 from deepseek_flash.loading.flash import FlashFolder, flash_rules
 from deepseek_flash.loading.packed import Part, parts_of, read_part
 from deepseek_flash.loading.rules import Rule
-from deepseek_flash.loading.source import TensorSource
+from deepseek_flash.loading.source import TensorIndex, TensorSource
 from deepseek_flash.memory.probe import host_memory
 
 
@@ -99,10 +99,10 @@ def _load(
 
 
 def storage_plan(
-    model: nn.Module, rules: Sequence[Rule], source: TensorSource, quantize: Callable[[str], str | None], group: int
+    model: nn.Module, rules: Sequence[Rule], source: TensorIndex, quantize: Callable[[str], str | None], group: int
 ) -> tuple[dict[str, list[Part]], list[tuple[Rule, torch.Size]]]:
-    """What ``load_model_weights`` would keep of a checkpoint, to be written to a file instead: the parts of packed
-    weights by target, then the other tensors' rules and shapes. ``quantize`` decides for each target."""
+    """What ``load_model_weights`` would keep of a checkpoint, to be counted, or written to a file instead: the parts
+    of packed weights by target, then the other tensors' rules and shapes. ``quantize`` decides for each target."""
     slots, _, active = _fit(model, rules, source)
     parts = {
         r.target: parts_of(r.target, r.sources, source, quantize(r.target), group) for r in active if _packs(slots, r)
@@ -118,7 +118,7 @@ def read_floats(rule: Rule, shape: torch.Size, source: TensorSource) -> torch.Te
 
 
 def _fit(
-    model: nn.Module, rules: Sequence[Rule], source: TensorSource
+    model: nn.Module, rules: Sequence[Rule], source: TensorIndex
 ) -> tuple[dict[str, _Slot], Sequence[Rule], list[Rule]]:
     """The model's tensors, its rules for this source, and those that have something to place, all checked."""
     if isinstance(source, FlashFolder):
@@ -151,7 +151,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _check(
-    model: nn.Module, slots: dict[str, _Slot], rules: Sequence[Rule], active: Sequence[Rule], source: TensorSource
+    model: nn.Module, slots: dict[str, _Slot], rules: Sequence[Rule], active: Sequence[Rule], source: TensorIndex
 ) -> None:
     """CheckpointError unless rules, model and checkpoint fit together exactly."""
     names = source.names()
@@ -193,7 +193,7 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def _mismatch(slots: dict[str, _Slot], rule: Rule, source: TensorSource) -> list[str]:
+def _mismatch(slots: dict[str, _Slot], rule: Rule, source: TensorIndex) -> list[str]:
     shapes = [source.shape(s) for s in rule.sources]
     if rule.target not in slots:
         return [f"{', '.join(rule.sources)} (the model has no {rule.target})"]

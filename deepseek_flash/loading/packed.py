@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deepseek_flash.kernels.weights import PANEL, PackedWeight, PlainWeight, WeightFormat, alloc
 from deepseek_flash.loading.flash import FlashFolder
-from deepseek_flash.loading.source import TensorSource
+from deepseek_flash.loading.source import TensorIndex, TensorSource
 from deepseek_flash.quant.encode import encode, format_of
 
 PIECE_VALUES = 1 << 20
@@ -34,7 +34,7 @@ class Part:
 
 
 def parts_of(
-    target: str, sources: Sequence[str], source: TensorSource, quantize: str | None, group: int = 32
+    target: str, sources: Sequence[str], source: TensorIndex, quantize: str | None, group: int = 32
 ) -> list[Part]:
     """How a weight will be kept: neighbours of one format become one part where panels of 16 rows allow it."""
     parts: list[Part] = []

@@ -19,6 +19,8 @@ class Rule:
     optional: bool = False
     """All sources may be absent: the target is then zeros (a bias that some checkpoints do not have), or nothing
     if the model does not have it either."""
+    rows: tuple[int, ...] = ()
+    """``cat0``: rows of each source, for plans that are made without the checkpoint. Empty: not said."""
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, str) or not self.sources:

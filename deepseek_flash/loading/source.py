@@ -22,30 +22,36 @@ from deepseek_flash.loading.safetensors import INDEX, SINGLE, SafetensorsFolder,
 from deepseek_flash.quant.repack import FORMATS
 
 
-class TensorSource(Protocol):
-    """An opened checkpoint. Names are those of Hugging Face checkpoints, whatever the file calls them."""
+class TensorIndex(Protocol):
+    """What is known of a checkpoint before a value is read, or without one. Names are those of Hugging Face
+    checkpoints, whatever the file calls them."""
 
-    kind: str
-    """``"safetensors"``, ``"gguf"`` or ``"flash"``."""
     config: dict[str, Any]
     """As config.json, with ``rope_theta`` and ``rope_scaling`` (None or a dict with ``rope_type``)."""
-    generation_config: dict[str, Any]
-    metadata: dict[str, Any]
-    """A GGUF file's key-values (those of its tokenizer in a flash folder); {} for Hugging Face folders."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> str:
         """The stored type's name: ``"BF16"``, ``"Q4_K"``, …"""
 
+    def weight_format(self, name: str) -> WeightFormat:
+        """The format that holds a matrix's values as they are stored."""
+
+
+class TensorSource(TensorIndex, Protocol):
+    """An opened checkpoint."""
+
+    kind: str
+    """``"safetensors"``, ``"gguf"`` or ``"flash"``."""
+    generation_config: dict[str, Any]
+    metadata: dict[str, Any]
+    """A GGUF file's key-values (those of its tokenizer in a flash folder); {} for Hugging Face folders."""
+
     def tensor(self, name: str) -> torch.Tensor:
         """Float types as stored, quantised ones decoded to fp32 (FP8 to bf16); the caller owns the memory."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """The same values into the contiguous ``out``, of that shape and any float type, in little memory beside."""
-
-    def weight_format(self, name: str) -> WeightFormat:
-        """The format that holds a matrix's values as they are stored."""
 
     def weight_rows(self, name: str, first: int, count: int) -> PlainWeight:
         """Some rows of a matrix in that format."""

@@ -192,26 +192,34 @@ def _rules(info: DenseInfo) -> list[Rule]:
     for i in range(info.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
         rules += [
             Rule(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",)),
             Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
-            *_linear(f"{ours}.attention.qkv", [f"{attention}.{x}_proj" for x in "qkv"], info.qkv_bias),
-            *_linear(f"{ours}.attention.out", [f"{attention}.o_proj"], info.out_bias),
-            *_linear(f"{ours}.mlp.gate_up", [f"{mlp}.gate_proj", f"{mlp}.up_proj"], info.mlp_bias),
-            *_linear(f"{ours}.mlp.down", [f"{mlp}.down_proj"], info.mlp_bias),
+            *_linear(
+                f"{ours}.attention.qkv",
+                {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv},
+                info.qkv_bias,
+            ),
+            *_linear(f"{ours}.attention.out", {f"{attention}.o_proj": info.hidden_size}, info.out_bias),
+            *_linear(
+                f"{ours}.mlp.gate_up",
+                {f"{mlp}.gate_proj": info.inner, f"{mlp}.up_proj": info.inner},
+                info.mlp_bias,
+            ),
+            *_linear(f"{ours}.mlp.down", {f"{mlp}.down_proj": info.hidden_size}, info.mlp_bias),
         ]
         if info.qk_norm:
             rules += [Rule(f"{ours}.attention.{x}_norm", (f"{attention}.{x}_norm.weight",)) for x in "qk"]
     return rules
 
 
-def _linear(target: str, sources: list[str], bias: bool) -> list[Rule]:
-    """Weight and bias of one Linear made of one or several."""
+def _linear(target: str, sources: Mapping[str, int], bias: bool) -> list[Rule]:
+    """Weight and bias of one Linear made of one or several, each with its number of outputs."""
     combine: Literal["copy", "cat0"] = "cat0" if len(sources) > 1 else "copy"
-    rules = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), combine)]
-    if bias:
-        rules.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), combine))
-    return rules
+    rows = tuple(sources.values())
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [Rule(f"{target}.{kind}", tuple(f"{s}.{kind}" for s in sources), combine, rows=rows) for kind in kinds]
 
 
 def llama(config: Mapping[str, Any]) -> DenseInfo:
