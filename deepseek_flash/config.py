@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +147,25 @@ def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
     elif name in EngineConfig.model_fields:
         hint = bounds(EngineConfig.model_fields[name].metadata)
     return ConfigError(f"{name}={value!r}: {allowed}{hint}", field=name, value=value, allowed=allowed)
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", flags=re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(value: str | int, field: str = "memory_budget") -> int:
+    """``"24GB"`` (1000³), ``"6GiB"`` (1024³), ``"512 MB"``, ``"1.5TiB"``, or a number of bytes, rounded down.
+    ConfigError for anything else, zero and negative numbers included."""
+    found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    size = value if type(value) is int else 0
+    if found is not None:
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1 if unit else 0))
+    if not 0 < size < 1 << 60:
+        allowed = "a size such as '24GB', '6GiB', '512MiB', or a number of bytes"
+        raise ConfigError(
+            f"{field}={value!r}: must be {allowed}, more than 0", field=field, value=value, allowed=allowed
+        )
+    return size
 
 
 def cache_dir() -> Path:
