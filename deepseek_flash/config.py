@@ -149,27 +149,23 @@ def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:
     return ConfigError(f"{name}={value!r}: {allowed}{hint}", field=name, value=value, allowed=allowed)
 
 
-_UNITS = {"": 1, "b": 1, **{f"{u}{b}": n**i for i, u in enumerate("kmgt", 1) for b, n in (("b", 1000), ("ib", 1024))}}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", flags=re.ASCII | re.IGNORECASE)
 
 
-def parse_bytes(value: int | str, option: str) -> int:
-    """A size: bytes as an int, or text with a decimal (``"2GB"``) or binary (``"1.5 GiB"``) unit. ConfigError for
-    anything else, and for what is not positive."""
-    size: float | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    elif isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        unit = _UNITS.get(found[2].lower()) if found else None
-        size = float(found[1]) * unit if found and unit else None
-    if size is None or not 1 <= size < 1 << 63:
+def parse_bytes(value: str | int, field: str = "memory_budget") -> int:
+    """``"24GB"`` (1000³), ``"6GiB"`` (1024³), ``"512 MB"``, ``"1.5TiB"``, or a number of bytes, rounded down.
+    ConfigError for anything else, zero and negative numbers included."""
+    found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    size = value if type(value) is int else 0
+    if found is not None:
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1 if unit else 0))
+    if not 0 < size < 1 << 60:
+        allowed = "a size such as '24GB', '6GiB', '512MiB', or a number of bytes"
         raise ConfigError(
-            f"{option}={value!r}: a size is needed: bytes as an int, or text like '6GiB', '512 MiB' or '24GB'",
-            field=option,
-            value=value,
-            allowed="at least one byte",
+            f"{field}={value!r}: must be {allowed}, more than 0", field=field, value=value, allowed=allowed
         )
-    return int(size)
+    return size
 
 
 def cache_dir() -> Path:

@@ -54,6 +54,16 @@ def fetch(name: HubName, *, progress: bool = True, endpoint: str | None = None, 
         return Path(snapshot_download(name.repo, local_files_only=not reachable, **wanted, **common))
 
 
+def fetch_config(name: HubName, *, endpoint: str | None = None, cache: Path | None = None) -> Path:
+    """The repo's ``config.json`` alone, for questions that need no weights. ModelNotFound as ``fetch``."""
+    from huggingface_hub import hf_hub_download
+
+    with _explained(name), _bars(False):
+        return Path(
+            hf_hub_download(name.repo, "config.json", revision=name.revision, endpoint=endpoint, cache_dir=cache)
+        )
+
+
 def _listing(name: HubName, endpoint: str | None) -> tuple[list[str] | None, bool]:
     """The repo's files, and whether the Hub answered. No files (None) when it does not answer or does not tell:
     the cache may still serve, and if not, the download gives the reason."""

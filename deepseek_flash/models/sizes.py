@@ -187,7 +187,8 @@ class ModelSizes:
         if self.kernels.chosen["decoder_stack"].bind is not None and isinstance(info, DenseInfo):
             kept = self._native_scratch(limits, quantize, cache_dtype, context, scored)
         else:
-            kept, step = 0, step + self._torch_step(tokens, context)
+            kept, step = 0, step + self._torch_step(tokens, batch, context)
+            choosing += scored * row  # products are padded, and cut to size
         return kept + 2 * table + max(growing, step, choosing)
 
     def _native_scratch(
@@ -236,15 +237,18 @@ class ModelSizes:
             ),
         )
 
-    def _torch_step(self, tokens: int, context: int) -> int:
-        """An estimate for the torch kernels: tensors of a layer alive together, scores and gathered rows."""
+    def _torch_step(self, tokens: int, batch: int, context: int) -> int:
+        """An estimate for the torch kernels: tensors of a layer alive together, scores, and keys and values gathered
+        (and laid out anew) for all sequences that decode."""
         info = self.info
         assert isinstance(info, DenseInfo)
         q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
         attention = 4 * tokens * (3 * q + 2 * kv)
         scores = min(_TORCH_SCORES, 4 * tokens * info.heads * context)
-        gathered = min(_TORCH_SCORES, 4 * context * kv)
-        return max(attention + 2 * scores + 2 * gathered, 4 * tokens * 5 * info.inner)
+        gathered = min(_TORCH_SCORES, 4 * batch * context * kv)
+        return max(
+            attention + max(2 * scores + 2 * min(gathered, 4 * context * kv), 4 * gathered), 20 * tokens * info.inner
+        )
 
     def needs(
         self,

@@ -1,4 +1,4 @@
-"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, doctor.
+"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, plan, doctor.
 
 Only the standard library is imported here, so ``--help`` is instant; each command imports what it needs.
 """
@@ -23,7 +23,7 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 2 for an error the user can act on, 130 after Ctrl-C."""
+    """Run a command; the exit code is 0, 1 where `plan` finds that a model does not fit, 2 for an error the user can act on, 130 after Ctrl-C."""
     _streams()
     options = _parse(sys.argv[1:] if argv is None else argv)
     module, _, function = options.run.partition(":")
@@ -121,6 +121,17 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.add_argument("--verify", action="store_true", help="read a flash folder's tensors, compare their digests")
 
+    plan = _command(commands, "plan", "plan:run", "whether a model fits in memory, before it is loaded or downloaded")
+    plan.add_argument("model", help=f"{MODEL_HELP} (its config alone is fetched), or a config.json")
+    plan.add_argument("--device-memory", metavar="SIZE", help="of the device, as 24GB or 6GiB [this machine's]")
+    plan.add_argument("--fraction", type=_fraction, default=0.8, metavar="F", help="share of it that may be used [0.8]")
+    plan.add_argument("--max-model-len", type=_count, metavar="N", help="context to fit [the checkpoint's limit]")
+    plan.add_argument("--max-batch-size", type=_count, default=32, metavar="N", help="sequences at once [32]")
+    plan.add_argument("--kv-cache-dtype", default="auto", metavar="T", help="auto, float32, float16, bfloat16, int8")
+    plan.add_argument("--quantize", choices=["int4", "int8"], help="weights of linear layers, while loading")
+    plan.add_argument("--plot", metavar="PNG", help="draw the layers against the budget (needs matplotlib)")
+    plan.add_argument("--json", action="store_true", help="for programs")
+
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
     return top
 
@@ -144,6 +155,16 @@ def _sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=none, metavar="N", help="same seed, same answer")
     group.add_argument("--stop", action="append", default=none, metavar="TEXT", help="end there; may be repeated")
     command.add_argument("--max-model-len", type=int, default=None, metavar="N", help="longest context, in tokens")
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return value
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from deepseek_flash import ConfigError
-from deepseek_flash.config import ENVIRONMENT, LATER, EngineConfig, cache_dir, kernels_preference
+from deepseek_flash.config import ENVIRONMENT, LATER, EngineConfig, cache_dir, kernels_preference, parse_bytes
 
 
 def refused(**options) -> ConfigError:
@@ -122,3 +122,50 @@ def test_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DEEPSEEK_FLASH_KERNELS", "referense")
     with pytest.raises(ConfigError, match="did you mean 'reference'"):
         kernels_preference()
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("24GB", 24 * 10**9),
+        ("6GiB", 6 << 30),
+        ("512 MB", 512 * 10**6),
+        ("1.5gib", 3 << 29),
+        ("2TiB", 2 << 40),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        (" 77 B ", 77),
+        ("4096", 4096),
+        (4096, 4096),
+    ],
+)
+def test_sizes_are_read_in_both_kinds_of_units(given, size):
+    assert parse_bytes(given) == size
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "GB",
+        "0",
+        "0GB",
+        "-1GB",
+        "24G",
+        "24 gigs",
+        "1e9",
+        "1,5GB",
+        "٣GB",
+        "nan",
+        "9999999TiB",
+        0,
+        -5,
+        1.5,
+        True,
+        None,
+    ],
+)
+def test_nonsense_is_no_size(given):
+    with pytest.raises(ConfigError, match="memory_budget=") as info:
+        parse_bytes(given)
+    assert "24GB" in info.value.allowed
