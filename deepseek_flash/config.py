@@ -18,8 +18,6 @@ ENVIRONMENT: dict[str, str] = {
 """Every environment variable the package reads, with its meaning and [default]. docs/cli.md lists the same."""
 
 LATER: dict[str, str] = {
-    "memory_fraction": "the memory guard",
-    "memory_budget": "the memory guard",
     "target_itl_ms": "latency-targeted scheduling",
     "streaming_timeout_ms": "stream timeouts",
     "expert_offload": "expert offload",
@@ -65,6 +63,11 @@ class EngineConfig(BaseModel):
     """Requests share cached prefixes only under the same salt."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads of the native CPU kernels, the engine's own among them [the processors this process may use]."""
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's memory (on CPU: of the RAM, or the cgroup's limit) that everything this process opens on
+    it may hold together [0.5 on CPU]."""
+    memory_budget: int | str | None = None
+    """The same in bytes, or as text: ``"6GiB"``, ``"8 GB"``."""
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """Derives the seeds of requests that give none, in submission order [fresh entropy]."""
 
@@ -101,7 +104,21 @@ class EngineConfig(BaseModel):
         except ValidationError as e:
             raise _config_error(e, {"model": model, **options}) from None
         made._check_tiers()
+        if made.memory_budget is not None:
+            parse_bytes(made.memory_budget)
+            if made.memory_fraction is not None:
+                raise ConfigError(
+                    f"memory_fraction={made.memory_fraction} and memory_budget={made.memory_budget!r}: give one of "
+                    f"them",
+                    field="memory_budget",
+                    value=made.memory_budget,
+                )
         return made
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget`` in bytes."""
+        return None if self.memory_budget is None else parse_bytes(self.memory_budget)
 
     def _check_tiers(self) -> None:
         """ConfigError for tier options that mean nothing together."""

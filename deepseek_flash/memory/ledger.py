@@ -72,17 +72,14 @@ class _Want:
 class MemoryBudget:
     """The ledger of one device. Thread-safe; callbacks run without its lock.
 
-    ``limit``: bytes that all holders may have together. ``free``: tells what the device could still give, for
-    refusing what the budget allows but a neighbour has taken; None skips that.
+    ``limit``: bytes that all holders may have together; ``total``: what the device has [limit].
     """
 
-    def __init__(
-        self, device: str, limit: int, *, total: int | None = None, free: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, device: str, limit: int, *, total: int | None = None) -> None:
         if limit < 1:
             raise ConfigError(f"a memory budget of {limit} bytes holds nothing", field="memory_budget", value=limit)
         self.device, self.total = device, total or limit
-        self._limit, self._free = limit, free
+        self._limit = limit
         self._held: list[Reservation] = []
         self._lock = threading.Lock()
         self.peak = 0
@@ -108,7 +105,6 @@ class MemoryBudget:
             device,
             int(host.total * share) if limit is None else limit,
             total=host.total,
-            free=lambda: host_memory().available,
         )
 
     # ---- looking
@@ -127,6 +123,12 @@ class MemoryBudget:
     def available(self) -> int:
         """Bytes that can be reserved now without asking anybody to shrink; negative while over a lowered limit."""
         return self._limit - self.held
+
+    def could_give(self, part: float = 1.0) -> int:
+        """Bytes that a newcomer could reserve, were elastic holders to give ``part`` of what is above their floor."""
+        with self._lock:
+            spare = sum(max(0, r.bytes - r.floor) for r in self._held if r.kind == "elastic")
+            return max(0, self._limit - _counted(self._held) + int(spare * part))
 
     def holdings(self) -> list[Holding]:
         """Every line, in order of reservation."""
@@ -274,16 +276,24 @@ def _ask(wants: list[_Want]) -> None:
 
 
 @dataclass(slots=True)
-class _Shared:
+class SharedBudgets:
     """The budgets that engines of this process share, one a device, for as long as one of them is open."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     budgets: weakref.WeakValueDictionary[str, MemoryBudget] = field(default_factory=weakref.WeakValueDictionary)
 
-    def get(self, device: str, fraction: float | None, limit: int | None, host: HostMemory | None) -> MemoryBudget:
+    def get(
+        self,
+        device: str,
+        *,
+        fraction: float | None = None,
+        limit: int | None = None,
+        host: HostMemory | None = None,
+    ) -> MemoryBudget:
+        """See :func:`shared_budget`."""
         with self.lock:
             known = self.budgets.get(device)
-            if known is None:
+            if known is None or not known.holdings():  # closed engines have no say
                 known = self.budgets[device] = MemoryBudget.of(device, fraction=fraction, limit=limit, host=host)
                 return known
         if fraction is None and limit is None:
@@ -300,7 +310,7 @@ class _Shared:
         return known
 
 
-_shared = _Shared()
+_shared = SharedBudgets()
 
 
 def shared_budget(
@@ -308,4 +318,4 @@ def shared_budget(
 ) -> MemoryBudget:
     """The budget that everything this process opens on a device shares: made by whoever comes first, kept while
     somebody holds it. ConfigError when a later caller asks for another size."""
-    return _shared.get(device, fraction, limit, host)
+    return _shared.get(device, fraction=fraction, limit=limit, host=host)

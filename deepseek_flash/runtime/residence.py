@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from deepseek_flash.errors import ConfigError, MemoryBudgetError
 from deepseek_flash.kv.spec import CacheSpec
 from deepseek_flash.kv.store import KVStore
+from deepseek_flash.memory.ledger import MemoryBudget, Reservation, Shrink
 from deepseek_flash.memory.probe import trim_heap
 from deepseek_flash.memory.report import human
 from deepseek_flash.runtime.generation import GenerationTenant
@@ -32,6 +34,34 @@ def blocks_within(spec: CacheSpec, context: int, most: tuple[int, ...], nbytes: 
             available=nbytes,
         )
     return tuple(min(most[g], spec.blocks_for(g, context) * nbytes // one) for g in range(len(spec.groups)))
+
+
+@dataclass(slots=True)
+class Held:
+    """What an engine has reserved of its device's budget."""
+
+    budget: MemoryBudget
+    owner: str
+    weights: Reservation | None = None
+    cache: Reservation | None = None
+    lines: list[Reservation] = field(default_factory=list)
+
+    def take(self, weights: int, workspace: int, runtime: int) -> None:
+        """Everything but the cache, before it is allocated. MemoryBudgetError when it does not fit."""
+        self.weights = self.budget.reserve("weights", weights, owner=self.owner)
+        self.lines = [self.weights]
+        self.lines.append(self.budget.reserve("runtime", runtime, owner=self.owner))
+        self.lines.append(self.budget.reserve("workspace", workspace, kind="workspace", owner=self.owner))
+
+    def take_cache(self, nbytes: int, floor: int, shrink: Shrink) -> None:
+        self.cache = self.budget.reserve(
+            "kv_cache", nbytes, kind="elastic", owner=self.owner, floor=floor, shrink=shrink
+        )
+        self.lines.append(self.cache)
+
+    def release(self) -> None:
+        for line in self.lines:
+            line.release()
 
 
 def image_folder(l3_cache_path: str | None) -> Path:

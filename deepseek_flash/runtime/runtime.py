@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepseek_flash.config import EngineConfig, kernels_preference
-from deepseek_flash.errors import CheckpointError, ConfigError, FormatError, MemoryBudgetError
+from deepseek_flash.errors import CheckpointError, ConfigError, FlashError, FormatError, MemoryBudgetError
 from deepseek_flash.kernels.registry import Kernels, select
 from deepseek_flash.kv.manager import KVManager
 from deepseek_flash.kv.spec import CacheSpec
@@ -23,16 +23,20 @@ from deepseek_flash.loading.fingerprint import weights_fingerprint
 from deepseek_flash.loading.load import load_model_weights
 from deepseek_flash.loading.locate import locate
 from deepseek_flash.loading.source import TensorSource, open_source
+from deepseek_flash.memory.ledger import MemoryBudget, shared_budget
+from deepseek_flash.memory.plan import Budget, Needs
+from deepseek_flash.memory.plan import plan as make_plan
 from deepseek_flash.memory.probe import host_memory, trim_heap
 from deepseek_flash.memory.report import CacheUse, MemoryReport
 from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
 from deepseek_flash.models.registry import resolve
+from deepseek_flash.models.sizes import ModelSizes, StepLimits
 from deepseek_flash.runtime.fresh import on_fresh_thread
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
 from deepseek_flash.runtime.request import Limits, RequestBuilder
-from deepseek_flash.runtime.residence import Residence, image_folder
+from deepseek_flash.runtime.residence import Held, Residence, image_folder
 from deepseek_flash.runtime.runner import Runner
 from deepseek_flash.runtime.stream import Stream
 from deepseek_flash.runtime.tiering import CacheTiers
@@ -64,7 +68,16 @@ class CachePlan:
 class FlashRuntime:
     """Private: everything behind a FlashEngine. Empty until :meth:`open`."""
 
-    def __init__(self, config: EngineConfig, *, kv_blocks: int | None = None, check_every_step: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        kv_blocks: int | None = None,
+        check_every_step: bool = False,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        """``budget``: in place of the one that this process shares."""
+        self._budget = budget
         self.config, self._kv_blocks, self._check_every_step = config, kv_blocks, check_every_step
         self.path = Path(config.model)
         self.metrics = Metrics()
@@ -96,16 +109,45 @@ class FlashRuntime:
         if self.config.quantize and not self.kernels.packs:
             raise _needs_native("quantize", self.config.quantize)
         self.cache_dtype = cache_dtype(self.config, source, self.kernels)
-        self.plan = plan_cache(self.config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks)
         self._memory.callback(trim_heap)
+        self._reserve(source)
         self._memory.callback(self._unload)
         self._weights(source)
         self.fingerprint = self._identity(source)
         eos_ids = _eos_ids(source.config, generation_config, self.tokenizer)
         self.weight_bytes = self.model.weight_bytes()
+        assert self.held.weights is not None
+        self.held.weights.resize(self.weight_bytes)
         self.store = _store(self.plan)
         self._memory.callback(self.store.close)
         return generation_config, eos_ids
+
+    def _reserve(self, source: TensorSource) -> None:
+        """Plan what weights, steps and cache will take, and reserve it, before any of it is read or allocated."""
+        config = self.config
+        budget = self._budget or shared_budget("cpu", fraction=config.memory_fraction, limit=config.budget_bytes)
+        self.held = Held(budget, self.path.name)
+        self._memory.callback(self.held.release)
+        sizes = ModelSizes(source, self.kernels)
+        block = config.block_size or DEFAULT_BLOCK_SIZE
+        needs = sizes.needs(
+            StepLimits(config.max_batch_size, config.prefill_chunk_size, config.threads, block),
+            kv_cache_dtype=self.cache_dtype,
+            quantize=config.quantize,
+            max_model_len=min(config.max_model_len or self.info.max_position, self.info.max_position),
+        )
+        self.plan = plan_cache(
+            config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks, needs=needs, budget=budget
+        )
+        context = self.plan.context
+        self.held.take(needs.weights[needs.quantize], needs.workspace(context), needs.runtime)
+        least = self.plan.spec.bytes_for(context)
+        self.held.take_cache(self.plan.bytes, min(least, self.plan.bytes), self._shrink)
+
+    def _shrink(self, keep: int) -> None:
+        """Somebody else on this device needs room. An engine that closes meanwhile gives everything back anyway."""
+        with suppress(FlashError):
+            self.resize(keep)
 
     def _weights(self, source: TensorSource) -> None:
         self.model: Model = self.info.build(self.kernels)
@@ -244,6 +286,12 @@ class FlashRuntime:
                 "asleep": self.residence.asleep,
                 "prefix_caching": self.config.enable_prefix_caching,
             },
+            "memory": {
+                "limit": self.held.budget.limit,
+                "held": self.held.budget.held,
+                "total": self.held.budget.total,
+                "lines": {line.name: line.bytes for line in self.held.lines},
+            },
             "tiers": {} if self.tiers is None else self.tiers.stats(),
             "kernels": self.kernels.describe(),
             "scheduler": self.scheduler.stats(),
@@ -261,15 +309,42 @@ class FlashRuntime:
 
     def resize(self, kv_cache: int) -> int:
         """Bring the cache pool to at most so many bytes; what it has then."""
-        return self.loop.call(partial(self.residence.resize, kv_cache))
+        pool = self.held.cache
+        assert pool is not None
+        before = pool.bytes
+        target = min(kv_cache, self.store.nbytes)
+        if target > before:
+            pool.resize(target)  # first, and here: whoever is asked to shrink for it may need its engine's thread
+        try:
+            now = self.loop.call(partial(self.residence.resize, kv_cache))
+        except BaseException:
+            pool.resize(min(before, pool.bytes))
+            raise
+        pool.resize(now)
+        return now
 
     def sleep(self) -> None:
         """Give weights and cache back until :meth:`wake`."""
         self.loop.call(self.residence.sleep)
+        for line in (self.held.weights, self.held.cache):
+            if line is not None:
+                line.resize(0)
 
     def wake(self) -> None:
         """Have them again."""
-        self.loop.call(self.residence.wake)
+        if not self.residence.asleep:
+            return
+        weights, pool = self.held.weights, self.held.cache
+        assert weights is not None
+        assert pool is not None
+        weights.resize(self.weight_bytes)
+        try:
+            pool.resize(self.residence.pool_bytes)
+            self.loop.call(self.residence.wake)
+        except BaseException:
+            weights.resize(0)
+            pool.resize(0)
+            raise
 
     def close(self) -> None:
         """Stop the loop, end what runs, free weights and cache, as far as opening got. Idempotent."""
@@ -306,10 +381,18 @@ def _needs_native(option: str, value: str) -> ConfigError:
 
 
 def plan_cache(
-    config: EngineConfig, info: ModelInfo, dtype: str, turned: bool, kv_blocks: int | None = None
+    config: EngineConfig,
+    info: ModelInfo,
+    dtype: str,
+    turned: bool,
+    kv_blocks: int | None = None,
+    *,
+    needs: Needs,
+    budget: MemoryBudget,
 ) -> CachePlan:
-    """Size the cache: what ``max_batch_size`` full sequences can use, but no more than one full sequence or a
-    quarter of the free memory, whichever is larger. Raises MemoryBudgetError when even that is not there."""
+    """Size the cache: what ``max_batch_size`` full sequences can use, but no more than the budget leaves; where no
+    budget was asked for, no more than one full sequence or a quarter of the free memory, whichever is larger. Raises
+    MemoryBudgetError when one full sequence does not fit."""
     longest = config.max_model_len or info.max_position
     if longest > info.max_position:
         raise ConfigError(
@@ -320,11 +403,19 @@ def plan_cache(
         )
     spec = info.cache_spec(config.block_size or DEFAULT_BLOCK_SIZE, dtype, turned=turned)
     free = host_memory().available
-    share = int(free * CACHE_SHARE)
+    asked = config.memory_fraction is not None or config.memory_budget is not None
+    room = max(0, budget.could_give() - needs.fixed(longest))
+    fair = max(0, budget.could_give(0.5) - needs.fixed(longest))  # others keep half of what they could give
+    share = min(fair, free) if asked else min(fair, int(free * CACHE_SHARE))
     if kv_blocks is None and config.max_model_len is None:
         # Nobody asked for this length: take the longest context whose cache fits the share.
         longest = min(longest, max(_tokens_within(spec, share), min(longest, 2048)))
+        room = max(0, budget.could_give() - needs.fixed(longest))
+    if kv_blocks is not None:
+        longest = min(longest, kv_blocks * spec.block_size)
     need = spec.bytes_for(longest)
+    if need > room:
+        raise _too_small(replace(needs, max_model_len=longest), budget, config)
     if need > free:
         fits = _tokens_within(spec, free // 2)
         raise MemoryBudgetError(
@@ -336,7 +427,6 @@ def plan_cache(
         )
     if kv_blocks is not None:
         blocks = tuple(kv_blocks if g.kind != "state" else config.max_batch_size for g in spec.groups)
-        longest = min(longest, kv_blocks * spec.block_size)
     else:
         sequences = max(1, min(config.max_batch_size, share // need))
         blocks = tuple(sequences * spec.blocks_for(i, longest) for i in range(len(spec.groups)))
@@ -353,6 +443,17 @@ def _store(plan: CachePlan) -> KVStore:
         with suppress(MemoryBudgetError):
             return KVStore(spec, plan.most, "cpu")
     return KVStore(spec, plan.blocks, "cpu")
+
+
+def _too_small(needs: Needs, budget: MemoryBudget, config: EngineConfig) -> MemoryBudgetError:
+    """With the table, what would fit, and who else holds memory of the same budget."""
+    left = budget.could_give()
+    alone = left == budget.limit
+    share = budget.limit / budget.total if config.budget_bytes is None and alone else None
+    error = make_plan(needs, Budget(left, budget.total, share)).error()
+    if not alone:
+        error.add_note(f"others of this process share the budget:\n{budget.table()}")
+    return error
 
 
 def _tokens_within(spec: CacheSpec, room: int) -> int:

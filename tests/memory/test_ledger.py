@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from deepseek_flash.errors import ConfigError, MemoryBudgetError
-from deepseek_flash.memory.ledger import MemoryBudget, Reservation, shared_budget
+from deepseek_flash.memory.ledger import MemoryBudget, Reservation, SharedBudgets, shared_budget
 from deepseek_flash.memory.probe import HostMemory
 
 MB = 1 << 20
@@ -158,13 +158,18 @@ def test_fractions_of_the_machine() -> None:
 
 
 def test_engines_of_a_process_share_one_and_conflicts_are_told() -> None:
-    one = shared_budget("cpu", fraction=0.25, host=HOST)
-    assert shared_budget("cpu") is one
-    assert shared_budget("cpu", fraction=0.25) is one
+    shared = SharedBudgets()
+    one = shared.get("cpu", fraction=0.25, host=HOST)
+    weights = one.reserve("weights", 10)
+    assert shared.get("cpu") is one
+    assert shared.get("cpu", fraction=0.25) is one
     with pytest.raises(ConfigError, match="another engine of this process"):
-        shared_budget("cpu", fraction=0.5)
+        shared.get("cpu", fraction=0.5)
     with pytest.raises(ConfigError, match="memory_budget=300"):
-        shared_budget("cpu", limit=300)
+        shared.get("cpu", limit=300)
+    weights.release()
+    assert shared.get("cpu", limit=300, host=HOST).limit == 300, "closed engines have no say"
     del one
     gc.collect()
-    assert shared_budget("cpu", limit=300, host=HOST).limit == 300
+    assert shared.get("cpu", host=HOST).limit == 500
+    assert shared_budget("cpu").limit > 0
