@@ -246,9 +246,8 @@ class ModelSizes:
         attention = 4 * tokens * (3 * q + 2 * kv)
         scores = min(_TORCH_SCORES, 4 * tokens * info.heads * context)
         gathered = min(_TORCH_SCORES, 4 * batch * context * kv)
-        return max(
-            attention + max(2 * scores + 2 * min(gathered, 4 * context * kv), 4 * gathered), 20 * tokens * info.inner
-        )
+        attending = max(2 * scores + 2 * min(gathered, 4 * context * kv), 4 * gathered)
+        return max(attention + attending, 20 * tokens * info.inner)
 
     def needs(
         self,

@@ -23,7 +23,8 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 1 where `plan` finds that a model does not fit, 2 for an error the user can act on, 130 after Ctrl-C."""
+    """Run a command; the exit code is 0, 1 from ``plan`` for a model that does not fit, 2 for an error the user can
+    act on, 130 after Ctrl-C."""
     _streams()
     options = _parse(sys.argv[1:] if argv is None else argv)
     module, _, function = options.run.partition(":")

@@ -56,7 +56,7 @@ def predict(options: argparse.Namespace) -> tuple[Path, MemoryPlan]:
         longest = sizes.info.max_position
         if (config.max_model_len or 0) > longest:
             raise ConfigError(
-                f"max_model_len={config.max_model_len}: this checkpoint's positions end at {longest}; give at most that",
+                f"max_model_len={config.max_model_len}: this checkpoint's positions end at {longest}",
                 field="max_model_len",
                 value=config.max_model_len,
                 allowed=f"2 to {longest}",
