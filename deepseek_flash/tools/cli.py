@@ -1,4 +1,4 @@
-"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, doctor.
+"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, cache, doctor.
 
 Only the standard library is imported here, so ``--help`` is instant; each command imports what it needs.
 """
@@ -23,7 +23,8 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 2 for an error the user can act on, 130 after Ctrl-C."""
+    """Run a command; the exit code is 0, 1 where a check found damage, 2 for an error the user can act on, 130 after
+    Ctrl-C."""
     _streams()
     options = _parse(sys.argv[1:] if argv is None else argv)
     module, _, function = options.run.partition(":")
@@ -120,6 +121,11 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="for programs")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.add_argument("--verify", action="store_true", help="read a flash folder's tensors, compare their digests")
+
+    cache = _command(commands, "cache", "cache:run", "look at, check or empty a folder that was given as l3_cache_path")
+    cache.add_argument("action", choices=["ls", "verify", "clear"], help="list its records, read them all, remove them")
+    cache.add_argument("path", help="the folder")
+    cache.add_argument("--json", action="store_true", help="for programs")
 
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
     return top
