@@ -12,6 +12,7 @@ from typing import Any, overload
 from deepseek_flash.config import EngineConfig, parse_bytes
 from deepseek_flash.errors import FlashError, RequestError, near_or_all
 from deepseek_flash.memory.report import MemoryReport
+from deepseek_flash.runtime.cache_control import CacheControl
 from deepseek_flash.runtime.generation import Request
 from deepseek_flash.runtime.request import Messages
 from deepseek_flash.runtime.runtime import FlashRuntime
@@ -337,6 +338,12 @@ class FlashEngine:
         return self._runtime.memory_report()
 
     # memory
+
+    @property
+    def cache(self) -> CacheControl:
+        """The tiers of the cache, to look at and to clear: ``engine.cache.clear("l3")``."""
+        self._guard()
+        return CacheControl(self._runtime)
 
     def resize(self, *, kv_cache: int | str) -> int:
         """Shrink or grow the cache pool to at most ``kv_cache`` bytes (or ``"2GiB"``) while requests run; returns the

@@ -397,16 +397,22 @@ class KVManager:
             raise InternalError("a block was cached without an index")
         if self.spill is not None and group in self.index.rows:
             self.spill(self.index.entry(group, block))
-        for g, other in self.index.drop(group, block):
+        self._drop(self.index, group, block)
+
+    def _drop(self, index: PrefixIndex, group: int, block: int) -> None:
+        for g, other in index.drop(group, block):
             self.pools[g].forget(other)
 
     def clear(self) -> int:
-        """Forget every cached block that no running sequence holds; returns how many became free."""
+        """Forget every cached block that no running sequence holds, without a copy in a lower tier; returns how many
+        became free."""
+        if self.index is None:
+            return 0
         before = sum(p.free for p in self.pools)
         for g, pool in enumerate(self.pools):
             while (block := pool.oldest_cached()) is not None:
                 pool.forget(block)
-                self._evicted(g, block)
+                self._drop(self.index, g, block)
         return sum(p.free for p in self.pools) - before
 
     def resize(self, capacity: Sequence[int]) -> None:

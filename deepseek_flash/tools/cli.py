@@ -1,4 +1,4 @@
-"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, plan, doctor.
+"""``deepseek-flash``: pull, demo, chat, generate, convert, inspect, plan, cache, doctor.
 
 Only the standard library is imported here, so ``--help`` is instant; each command imports what it needs.
 """
@@ -23,8 +23,8 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 1 from ``plan`` for a model that does not fit, 2 for an error the user can
-    act on, 130 after Ctrl-C."""
+    """Run a command; the exit code is 0, 1 from ``plan`` for a model that does not fit and from ``cache verify`` for
+    damage, 2 for an error the user can act on, 130 after Ctrl-C."""
     _streams()
     options = _parse(sys.argv[1:] if argv is None else argv)
     module, _, function = options.run.partition(":")
@@ -132,6 +132,10 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--quantize", choices=["int4", "int8"], help="weights of linear layers, while loading")
     plan.add_argument("--plot", metavar="PNG", help="draw the layers against the budget (needs matplotlib)")
     plan.add_argument("--json", action="store_true", help="for programs")
+    cache = _command(commands, "cache", "cache:run", "look at, check or empty a folder that was given as l3_cache_path")
+    cache.add_argument("action", choices=["ls", "verify", "clear"], help="list its records, read them all, remove them")
+    cache.add_argument("path", help="the folder")
+    cache.add_argument("--json", action="store_true", help="for programs")
 
     _command(commands, "doctor", "doctor:run", "what this machine has, what is used, what is missing")
     return top
