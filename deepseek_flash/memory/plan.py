@@ -41,8 +41,8 @@ class Needs:
     """``STORED``, ``"int8"``, ``"int4"`` (those there are) → bytes."""
     cache: Mapping[str, Callable[[int], int]]
     """``kv_cache_dtype`` → bytes of one sequence of so many tokens (``CacheSpec.bytes_for``)."""
-    workspace: Callable[[int], int]
-    """Context → bytes of the largest step; never less for a longer one."""
+    workspace: Callable[[int, str, str], int]
+    """Context, ``quantize``, ``kv_cache_dtype`` → bytes of the largest step; never less for a longer context."""
     runtime: int
     """Interpreter's share, tokenizer, threads, allocator slack."""
     max_model_len: int
@@ -56,9 +56,13 @@ class Needs:
     """The model's own limit, as far as the answer about the largest context looks [``max_model_len``]."""
     block_size: int = 16
 
+    def step(self, context: int) -> int:
+        """The workspace under the choices made."""
+        return self.workspace(context, self.quantize, self.kv_cache_dtype)
+
     def fixed(self, context: int) -> int:
         """Everything but the cache."""
-        return self.weights[self.quantize] + self.workspace(context) + self.runtime
+        return self.weights[self.quantize] + self.step(context) + self.runtime
 
     def least(self, context: int) -> int:
         """With the cache of one sequence of so many tokens."""
@@ -158,7 +162,7 @@ def _plan(needs: Needs, budget: Budget) -> MemoryPlan:
     lines = (
         MemoryLine("weights", needs.weights[needs.quantize], f"parameters, {stored}"),
         MemoryLine("kv_cache", held * each, f"{held:,} x {context:,} tokens, {needs.kv_cache_dtype}"),
-        MemoryLine("workspace", needs.workspace(context), "the largest step"),
+        MemoryLine("workspace", needs.step(context), "the largest step"),
         MemoryLine("runtime", needs.runtime, "tokenizer, threads, fragmentation"),
     )
     return MemoryPlan(lines, budget, context, sequences, _largest(needs, budget, needs.longest or context))

@@ -156,17 +156,16 @@ class ModelSizes:
         """Tokens of a sequence → bytes of its cache."""
         return self.info.cache_spec(block_size, dtype, turned=self.kernels.packs).bytes_for
 
-    def workspace(
-        self, limits: StepLimits, quantize: str | None = None, cache_dtype: str = "float16"
-    ) -> Callable[[int], int]:
-        """Context → most bytes that steps hold beside weights and cache, what they keep for the next step included.
+    def workspace(self, limits: StepLimits) -> Callable[[int, str, str], int]:
+        """Context, ``quantize``, type of the cache → most bytes that steps hold beside weights and cache, what they
+        keep for the next step included.
 
         The largest step: ``max_batch_size`` sequences of full length, all but one adding a token, the last what the
         chunk leaves; then the logits.
         """
 
         @lru_cache(maxsize=256)  # a plan asks for the same contexts again
-        def at(context: int) -> int:
+        def at(context: int, quantize: str, cache_dtype: str) -> int:
             return self._workspace(limits, quantize, cache_dtype, context)
 
         return at
@@ -263,7 +262,7 @@ class ModelSizes:
         return Needs(
             weights={name: self.weight_bytes(name) for name in self.quantize_choices()},
             cache={name: self.cache_bytes(limits.block_size, name) for name in dtypes},
-            workspace=self.workspace(limits, chosen, kv_cache_dtype),
+            workspace=self.workspace(limits),
             runtime=RUNTIME_BYTES + RUNTIME_PER_TOKEN * self.info.vocab_size,
             max_model_len=max_model_len or self.info.max_position,
             max_batch_size=limits.max_batch_size,
