@@ -184,16 +184,20 @@ Change = tuple[dict[str, int | float | str], Needs, Budget]
 
 
 def _alternatives(needs: Needs, budget: Budget) -> tuple[Alternative, ...]:
-    """Single options that suffice; pairs of them where only more memory would. In the order in which they cost least
-    to try: shorter context, smaller cache, smaller weights, more memory."""
-    singles = [*_shorter(needs, budget), *_smaller_cache(needs, budget), *_quantised(needs, budget)]
-    found = _verified(singles)
+    """Single options that suffice; a smaller cache with smaller weights where only a shorter context would; pairs with
+    a shorter context where nothing else does; more memory. Each was planned again."""
+    caches, weights = _smaller_cache(needs, budget), _quantised(needs, budget)
+    found = _verified([*_shorter(needs, budget), *caches, *weights])
+    if all("max_model_len" in a.options for a in found):
+        found += _verified([_both(a, b) for a, b in product(caches, weights)])
     if not found:
-        smaller = [*_smaller_cache(needs, budget), *_quantised(needs, budget)]
-        pairs = [_both(a, b) for a, b in product(_smaller_cache(needs, budget), _quantised(needs, budget))]
-        for options, changed, same in smaller:
-            pairs += [({**options, **more}, n, b) for more, n, b in _shorter(changed, same)]
-        found = _verified(pairs)
+        found = _verified(
+            [
+                ({**options, **more}, again, same)
+                for options, changed, _ in (*caches, *weights)
+                for more, again, same in _shorter(changed, budget)
+            ]
+        )
     return (*found, *_verified(_more_memory(needs, budget)))
 
 

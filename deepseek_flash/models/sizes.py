@@ -120,7 +120,17 @@ class StepLimits:
 
     def tokens(self, context: int) -> int:
         """Most new tokens of a step; decode rows all run, whatever the chunk."""
-        return max(self.max_batch_size, min(self.prefill_chunk_size, self.max_batch_size * context))
+        return sum(self.step(context))
+
+    def step(self, context: int) -> tuple[int, ...]:
+        """New tokens of each sequence in the largest step: as many as may be decode, the others share the rest."""
+        left = max(self.prefill_chunk_size - self.max_batch_size, 0)
+        new = []
+        for _ in range(self.max_batch_size):
+            more = min(left, context - 1)
+            left -= more
+            new.append(1 + more)
+        return tuple(new)
 
 
 class ModelSizes:
@@ -196,12 +206,8 @@ class ModelSizes:
         """The one piece of memory that native calls share: as large as the largest of them asks for."""
         stack = self._stack(quantize)
         threads = limits.threads or processors()
-        tokens, batch = limits.tokens(context), limits.max_batch_size
-        code = _CACHE_CODES[cache_dtype]
-        steps = {
-            (*([1] * (batch - 1)), min(tokens - batch + 1, context)),  # decode rows and a chunk of a prompt
-            (1,) * batch,
-        }
+        batch, code = limits.max_batch_size, _CACHE_CODES[cache_dtype]
+        steps = {limits.step(context), (1,) * batch}
         needed = [stack_scratch(stack, new, [context] * batch, limits.block_size, code, threads) for new in steps]
         needed.append(sample_scratch(self.info.vocab_size, threads))
         targets = self._parts(quantize)

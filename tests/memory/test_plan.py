@@ -103,6 +103,12 @@ def test_pairs_where_no_single_option_does():
     assert texts(made) == ['quantize="int8" and max_model_len <= ' + str(made.alternatives[0].options["max_model_len"])]
 
 
+def test_a_pair_that_keeps_the_context_is_offered_beside_a_shorter_one():
+    rigid = needs(weights={STORED: 100 * MIB, "int8": 80 * MIB}, max_batch_size=1)
+    made = plan(rigid, Budget(135 * MIB, total=140 * MIB))
+    assert texts(made) == [f"max_model_len <= {made.largest_context}", 'kv_cache_dtype="int8" and quantize="int8"']
+
+
 def test_nothing_is_offered_when_nothing_helps():
     made = plan(needs(), Budget.share(40 * MIB, 0.5))
     assert made.alternatives == ()

@@ -187,6 +187,22 @@ def test_the_workspace_is_what_the_largest_step_takes(
     assert 0.9 * measured <= predicted <= 1.1 * measured
 
 
+@pytest.mark.parametrize(
+    ("batch", "chunk", "context", "step"),
+    [
+        (3, 100, 1000, (98, 1, 1)),
+        (3, 100, 40, (40, 40, 20)),
+        (3, 100, 10, (10, 10, 10)),
+        (3, 2, 10, (1, 1, 1)),
+        (1, 512, 1, (1,)),
+    ],
+)
+def test_the_largest_step(batch: int, chunk: int, context: int, step: tuple[int, ...]):
+    limits = StepLimits(batch, chunk)
+    assert limits.step(context) == step
+    assert limits.tokens(context) == sum(step)
+
+
 def test_needs_lead_to_a_plan(kernels: Kernels, tmp_path: Path):
     folder = tiny_qwen2(tmp_path / "m")
     sizes = ModelSizes(ConfigOnly(config_of(folder), kernels), kernels)
