@@ -41,8 +41,8 @@ class Needs:
     """``STORED``, ``"int8"``, ``"int4"`` (those there are) → bytes."""
     cache: Mapping[str, Callable[[int], int]]
     """``kv_cache_dtype`` → bytes of one sequence of so many tokens (``CacheSpec.bytes_for``)."""
-    workspace: Callable[[int], int]
-    """Context → bytes of the largest step; never less for a longer one."""
+    workspace: Callable[[int, str, str], int]
+    """Context, ``quantize``, ``kv_cache_dtype`` → bytes of the largest step; never less for a longer context."""
     runtime: int
     """Interpreter's share, tokenizer, threads, allocator slack."""
     max_model_len: int
@@ -56,9 +56,13 @@ class Needs:
     """The model's own limit, as far as the answer about the largest context looks [``max_model_len``]."""
     block_size: int = 16
 
+    def step(self, context: int) -> int:
+        """The workspace under the choices made."""
+        return self.workspace(context, self.quantize, self.kv_cache_dtype)
+
     def fixed(self, context: int) -> int:
         """Everything but the cache."""
-        return self.weights[self.quantize] + self.workspace(context) + self.runtime
+        return self.weights[self.quantize] + self.step(context) + self.runtime
 
     def least(self, context: int) -> int:
         """With the cache of one sequence of so many tokens."""
@@ -158,7 +162,7 @@ def _plan(needs: Needs, budget: Budget) -> MemoryPlan:
     lines = (
         MemoryLine("weights", needs.weights[needs.quantize], f"parameters, {stored}"),
         MemoryLine("kv_cache", held * each, f"{held:,} x {context:,} tokens, {needs.kv_cache_dtype}"),
-        MemoryLine("workspace", needs.workspace(context), "the largest step"),
+        MemoryLine("workspace", needs.step(context), "the largest step"),
         MemoryLine("runtime", needs.runtime, "tokenizer, threads, fragmentation"),
     )
     return MemoryPlan(lines, budget, context, sequences, _largest(needs, budget, needs.longest or context))
@@ -180,16 +184,20 @@ Change = tuple[dict[str, int | float | str], Needs, Budget]
 
 
 def _alternatives(needs: Needs, budget: Budget) -> tuple[Alternative, ...]:
-    """Single options that suffice; pairs of them where only more memory would. In the order in which they cost least
-    to try: shorter context, smaller cache, smaller weights, more memory."""
-    singles = [*_shorter(needs, budget), *_smaller_cache(needs, budget), *_quantised(needs, budget)]
-    found = _verified(singles)
+    """Single options that suffice; a smaller cache with smaller weights where only a shorter context would; pairs with
+    a shorter context where nothing else does; more memory. Each was planned again."""
+    caches, weights = _smaller_cache(needs, budget), _quantised(needs, budget)
+    found = _verified([*_shorter(needs, budget), *caches, *weights])
+    if all("max_model_len" in a.options for a in found):
+        found += _verified([_both(a, b) for a, b in product(caches, weights)])
     if not found:
-        smaller = [*_smaller_cache(needs, budget), *_quantised(needs, budget)]
-        pairs = [_both(a, b) for a, b in product(_smaller_cache(needs, budget), _quantised(needs, budget))]
-        for options, changed, same in smaller:
-            pairs += [({**options, **more}, n, b) for more, n, b in _shorter(changed, same)]
-        found = _verified(pairs)
+        found = _verified(
+            [
+                ({**options, **more}, again, same)
+                for options, changed, _ in (*caches, *weights)
+                for more, again, same in _shorter(changed, budget)
+            ]
+        )
     return (*found, *_verified(_more_memory(needs, budget)))
 
 

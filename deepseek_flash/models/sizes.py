@@ -120,7 +120,17 @@ class StepLimits:
 
     def tokens(self, context: int) -> int:
         """Most new tokens of a step; decode rows all run, whatever the chunk."""
-        return max(self.max_batch_size, min(self.prefill_chunk_size, self.max_batch_size * context))
+        return sum(self.step(context))
+
+    def step(self, context: int) -> tuple[int, ...]:
+        """New tokens of each sequence in the largest step: as many as may be decode, the others share the rest."""
+        left = max(self.prefill_chunk_size - self.max_batch_size, 0)
+        new = []
+        for _ in range(self.max_batch_size):
+            more = min(left, context - 1)
+            left -= more
+            new.append(1 + more)
+        return tuple(new)
 
 
 class ModelSizes:
@@ -156,17 +166,16 @@ class ModelSizes:
         """Tokens of a sequence → bytes of its cache."""
         return self.info.cache_spec(block_size, dtype, turned=self.kernels.packs).bytes_for
 
-    def workspace(
-        self, limits: StepLimits, quantize: str | None = None, cache_dtype: str = "float16"
-    ) -> Callable[[int], int]:
-        """Context → most bytes that steps hold beside weights and cache, what they keep for the next step included.
+    def workspace(self, limits: StepLimits) -> Callable[[int, str, str], int]:
+        """Context, ``quantize``, type of the cache → most bytes that steps hold beside weights and cache, what they
+        keep for the next step included.
 
         The largest step: ``max_batch_size`` sequences of full length, all but one adding a token, the last what the
         chunk leaves; then the logits.
         """
 
         @lru_cache(maxsize=256)  # a plan asks for the same contexts again
-        def at(context: int) -> int:
+        def at(context: int, quantize: str, cache_dtype: str) -> int:
             return self._workspace(limits, quantize, cache_dtype, context)
 
         return at
@@ -197,12 +206,8 @@ class ModelSizes:
         """The one piece of memory that native calls share: as large as the largest of them asks for."""
         stack = self._stack(quantize)
         threads = limits.threads or processors()
-        tokens, batch = limits.tokens(context), limits.max_batch_size
-        code = _CACHE_CODES[cache_dtype]
-        steps = {
-            (*([1] * (batch - 1)), min(tokens - batch + 1, context)),  # decode rows and a chunk of a prompt
-            (1,) * batch,
-        }
+        batch, code = limits.max_batch_size, _CACHE_CODES[cache_dtype]
+        steps = {limits.step(context), (1,) * batch}
         needed = [stack_scratch(stack, new, [context] * batch, limits.block_size, code, threads) for new in steps]
         needed.append(sample_scratch(self.info.vocab_size, threads))
         targets = self._parts(quantize)
@@ -263,7 +268,7 @@ class ModelSizes:
         return Needs(
             weights={name: self.weight_bytes(name) for name in self.quantize_choices()},
             cache={name: self.cache_bytes(limits.block_size, name) for name in dtypes},
-            workspace=self.workspace(limits, chosen, kv_cache_dtype),
+            workspace=self.workspace(limits),
             runtime=RUNTIME_BYTES + RUNTIME_PER_TOKEN * self.info.vocab_size,
             max_model_len=max_model_len or self.info.max_position,
             max_batch_size=limits.max_batch_size,

@@ -25,7 +25,7 @@ def needs(**over) -> Needs:
         Needs(
             weights={STORED: 100 * MIB, "int8": 55 * MIB, "int4": 30 * MIB},
             cache={"float16": per_token(8192), "int8": per_token(4352)},
-            workspace=lambda tokens: 4 * MIB + 512 * tokens,
+            workspace=lambda tokens, quantize, dtype: 4 * MIB + 512 * tokens,
             runtime=10 * MIB,
             max_model_len=8192,
             max_batch_size=4,
@@ -103,6 +103,12 @@ def test_pairs_where_no_single_option_does():
     assert texts(made) == ['quantize="int8" and max_model_len <= ' + str(made.alternatives[0].options["max_model_len"])]
 
 
+def test_a_pair_that_keeps_the_context_is_offered_beside_a_shorter_one():
+    rigid = needs(weights={STORED: 100 * MIB, "int8": 80 * MIB}, max_batch_size=1)
+    made = plan(rigid, Budget(135 * MIB, total=140 * MIB))
+    assert texts(made) == [f"max_model_len <= {made.largest_context}", 'kv_cache_dtype="int8" and quantize="int8"']
+
+
 def test_nothing_is_offered_when_nothing_helps():
     made = plan(needs(), Budget.share(40 * MIB, 0.5))
     assert made.alternatives == ()
@@ -137,12 +143,13 @@ def cases(draw: st.DrawFn) -> tuple[Needs, Budget]:
     cache = {"float16": per_token(2 * size, block)}
     if draw(st.booleans()):
         cache["int8"] = per_token(size, block)
+    extra = {"int4": draw(st.integers(0, 20 * MIB))}
     base, slope = draw(st.integers(0, 40 * MIB)), draw(st.integers(0, 5000))
     context = draw(st.integers(2, 40_000))
     made = Needs(
         weights=weights,
         cache=cache,
-        workspace=lambda tokens: base + slope * (tokens // 7),
+        workspace=lambda tokens, quantize, dtype: base + slope * (tokens // 7) + extra.get(quantize, 0),
         runtime=draw(st.integers(0, 40 * MIB)),
         max_model_len=context,
         max_batch_size=draw(st.integers(1, 64)),
@@ -209,6 +216,6 @@ def test_a_fraction_covers_what_it_is_offered_for(total):
     """Down to the byte, whatever floats make of it."""
     for hundredths in range(1, 101):
         needed = max(total * hundredths // 100, 1)
-        tight = needs(weights={STORED: needed}, cache={"float16": lambda n: 0}, workspace=lambda n: 0, runtime=0)
+        tight = needs(weights={STORED: needed}, cache={"float16": lambda n: 0}, workspace=lambda *_: 0, runtime=0)
         (only,) = plan(tight, Budget(0, total, 0.0)).alternatives
         assert Budget.share(total, only.options["memory_fraction"]).bytes >= needed
