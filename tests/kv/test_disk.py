@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -342,6 +343,49 @@ def test_a_lost_index_is_made_again(tmp_path: Path, how: str) -> None:
         assert found(store, keys) == 2 * EXTENT
         assert store.find_snapshot(keys[EXTENT]) is not None
         assert len(store.records()) == 3
+
+
+def index_statement(folder: Path, text: str) -> None:
+    db = sqlite3.connect(folder / "index.sqlite3", isolation_level=None)
+    db.execute(text)
+    db.close()
+
+
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    keys = chain("a", EXTENT)
+    with opened(tmp_path) as store:
+        assert put(store, keys).ok
+    index_statement(tmp_path, "UPDATE meta SET value = 99 WHERE name = 'version'")
+    with pytest.raises(ConfigError, match="newer"), opened(tmp_path):
+        pass
+    assert not list(tmp_path.glob("owner-*"))
+    index_statement(tmp_path, "UPDATE meta SET value = 1 WHERE name = 'version'")
+    with opened(tmp_path) as store:
+        assert found(store, keys) == EXTENT
+
+
+@pytest.mark.parametrize(
+    "harm", ["DROP TABLE meta", "UPDATE meta SET value = 0", "DELETE FROM meta WHERE name = 'bytes'"]
+)
+def test_pins_survive_a_damaged_index(tmp_path: Path, harm: str) -> None:
+    keys = chain("a", EXTENT)
+    with opened(tmp_path) as store:
+        assert put(store, keys).ok
+        assert store.pin("system prompt", keys)
+    index_statement(tmp_path, harm)
+    with opened(tmp_path) as store:
+        assert store.pins() == {"system prompt": EXTENT}
+        assert [r.pinned for r in store.records()] == [True]
+        assert found(store, keys) == EXTENT
+
+
+def test_a_wrong_sum_of_bytes_is_put_right(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert put(store, chain("a", EXTENT)).ok
+        before = store.stats()["bytes"]
+    index_statement(tmp_path, "UPDATE meta SET value = -1000000 WHERE name = 'bytes'")
+    with opened(tmp_path) as store:
+        assert abs(int(store.stats()["bytes"]) - int(before)) < 100_000  # the index's own files vary
 
 
 # ---- processes
