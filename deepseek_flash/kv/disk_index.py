@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,10 @@ CREATE INDEX IF NOT EXISTS pins_key ON pins (key);
 """
 
 
+class NewerIndex(sqlite3.NotSupportedError):
+    """Written by a later version: not damaged, and not to be thrown away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Where a record is."""
@@ -57,6 +61,19 @@ class Found:
     position: int
 
 
+def salvaged_pins(path: Path) -> dict[str, list[bytes]]:
+    """Pins of a damaged index, as far as they can be read: all else can be made again from the segments."""
+    pins: dict[str, list[bytes]] = {}
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            for name, key in db.execute("SELECT name, key FROM pins"):
+                if isinstance(name, str) and isinstance(key, bytes):
+                    pins.setdefault(name, []).append(key)
+    except (sqlite3.Error, OSError, ValueError):
+        pass  # what was read before it broke is kept
+    return pins
+
+
 class DiskIndex:
     """Not thread-safe: the store's lock is held around every call. Methods raise ``sqlite3.Error``."""
 
@@ -74,6 +91,11 @@ class DiskIndex:
                 with self.transaction():
                     self._db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (VERSION,))
                     self._db.execute("INSERT OR IGNORE INTO meta VALUES ('bytes', 0)")
+            elif isinstance(known[0], int) and known[0] > VERSION:
+                raise NewerIndex(
+                    f"the folder was written by a newer deepseek-flash (format {known[0]}, known up to {VERSION}); "
+                    "clear it or give the cache another folder"
+                )
             elif known[0] != VERSION:
                 raise sqlite3.DatabaseError(f"index version {known[0]}, not {VERSION}")
         except BaseException:
@@ -99,8 +121,14 @@ class DiskIndex:
 
     def used_bytes(self) -> int:
         """Bytes of all records, pending ones included."""
-        (found,) = self._db.execute("SELECT value FROM meta WHERE name='bytes'").fetchone()
-        return int(found)
+        found = self._db.execute("SELECT value FROM meta WHERE name='bytes'").fetchone()
+        if found is None or not isinstance(found[0], int):
+            raise sqlite3.DatabaseError("the index is damaged: it does not know its size")
+        return found[0]
+
+    def count_bytes(self) -> None:
+        """Add up what records take, in case the sum that is kept is wrong."""
+        self._db.execute("UPDATE meta SET value = (SELECT COALESCE(SUM(length), 0) FROM records) WHERE name='bytes'")
 
     def _add_bytes(self, n: int) -> None:
         self._db.execute("UPDATE meta SET value = value + ? WHERE name='bytes'", (n,))

@@ -15,14 +15,15 @@ import os
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 
 from deepseek_flash.errors import ConfigError
-from deepseek_flash.kv.disk_index import NAME, DiskIndex, Row
+from deepseek_flash.kv.disk_index import NAME, DiskIndex, NewerIndex, Row, salvaged_pins
 from deepseek_flash.kv.files import FileSystem
 from deepseek_flash.kv.records import ALIGN, Header, header_bytes, parse
 
@@ -124,24 +125,31 @@ class Folder:
             self._files.lock(fd, wait=True)
             try:
                 return self._sound_index()
+            except NewerIndex:
+                raise
             except sqlite3.DatabaseError as e:
                 if any(word in str(e) for word in _BUSY):
                     raise
             self._counts["index made again"] += 1
+            pins = salvaged_pins(self.path / NAME)
             for name in INDEX_FILES:
                 with suppress(FileNotFoundError):
                     self._files.unlink(str(self.path / name))
-            return self._sound_index()
+            return self._sound_index(pins)
         finally:
             self._files.close(fd)
 
-    def _sound_index(self) -> DiskIndex:
+    def _sound_index(self, pins: Mapping[str, Sequence[bytes]] = MappingProxyType({})) -> DiskIndex:
         index = DiskIndex(self.path)
         try:
             for name in INDEX_FILES:
                 with suppress(OSError):
                     os.chmod(self.path / name, 0o600)
             index.used_bytes()
+            if pins:
+                with self.transaction(index):
+                    for pin, keys in pins.items():
+                        index.pin(pin, keys)
             self._agree(index)
         except BaseException:
             index.close()
@@ -162,6 +170,7 @@ class Folder:
             n[6:-5] for n in self._files.names(str(self.path)) if n.startswith("owner-") and self._lives(n)
         }
         with self.transaction(index):
+            index.count_bytes()
             torn = [r for i, owner in index.pending() if owner not in living and (r := index.retire(i, self.owner))]
             known = {name: (sid, owner) for sid, name, owner, _ in index.segments()}
             for name, (sid, owner) in known.items():

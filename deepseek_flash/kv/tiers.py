@@ -129,6 +129,7 @@ class DiskTier:
         self._snapshots = snapshot_bytes > 0
         size = max(record_bytes(extent, rows_bytes), record_bytes(1, snapshot_bytes))
         self.nbytes = 2 * buffers * size
+        self._buffer_bytes = size
         self._fetch_buffers: Queue[memoryview] = Queue()
         self._save_buffers: Queue[memoryview] = Queue()
         for _ in range(buffers):
@@ -260,36 +261,37 @@ class DiskTier:
         for piece in pieces:
             if at >= end:
                 break
-            got, whole = self._piece(fetch, piece, at)
+            got, trouble = self._piece(fetch, piece, at)
             read += piece.read_bytes
             at += got
             if fetch.cancelled or self._closing:
                 return "cancelled", read
-            if not whole:
-                return "damaged", read
+            if trouble:
+                return trouble, read
         if self._snapshots:
             snapshot = self.store.find_snapshot(fetch.keys[end - 1])
-            if snapshot is None or not self._piece(fetch, snapshot, end)[1]:
-                return "damaged", read
+            trouble = "damaged" if snapshot is None else self._piece(fetch, snapshot, end)[1]
+            if trouble:
+                return trouble, read
         return ("" if end == len(fetch.keys) else "absent"), read
 
-    def _piece(self, fetch: Fetch, piece: Piece, depth: int) -> tuple[int, bool]:
-        """(blocks handed over, whether that was all of the piece)."""
+    def _piece(self, fetch: Fetch, piece: Piece, depth: int) -> tuple[int, str]:
+        """(blocks handed over, why that was not all of the piece)."""
+        if piece.read_bytes > self._buffer_bytes:  # written with a larger extent
+            return 0, "no buffer"
         buffer = self._take(fetch)
-        if buffer is None or piece.read_bytes > len(buffer):
-            if buffer is not None:
-                self.give(buffer)
-            return 0, False
+        if buffer is None:
+            return 0, "cancelled"
         payload = self.store.read(piece, buffer)
         blocks = len(payload) // piece.block_bytes
         if not blocks:
             self.give(buffer)
-            return 0, False
+            return 0, "damaged"
         if piece.kind == "snapshot":
             fetch.sink.snapshot(depth, payload, buffer)
         else:
             fetch.sink.rows(depth, payload, buffer)
-        return blocks, blocks == len(piece.keys)
+        return blocks, "" if blocks == len(piece.keys) else "damaged"
 
     def _take(self, fetch: Fetch) -> memoryview | None:
         while not (fetch.cancelled or self._closing):
