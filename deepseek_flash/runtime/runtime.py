@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from deepseek_flash.memory.report import CacheUse, MemoryReport
 from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
 from deepseek_flash.models.registry import resolve
+from deepseek_flash.runtime.cache_types import cache_dtypes, needs_native, told
 from deepseek_flash.runtime.fresh import on_fresh_thread
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
@@ -91,9 +92,9 @@ class FlashRuntime:
         read_generation_config(generation_config)
         self.kernels: Kernels = select("cpu", kernels_preference(), self.config.threads)
         if self.config.quantize and not self.kernels.packs:
-            raise _needs_native("quantize", self.config.quantize)
-        self.cache_dtype = cache_dtype(self.config, source, self.kernels)
-        self.plan = plan_cache(self.config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks)
+            raise needs_native("quantize", self.config.quantize)
+        self.cache_dtypes = cache_dtypes(self.config, source, self.kernels, self.info.num_layers)
+        self.plan = plan_cache(self.config, self.info, self.cache_dtypes, self.kernels.packs, self._kv_blocks)
         self._memory.callback(trim_heap)
         self.model: Model = self.info.build(self.kernels)
         self._memory.callback(self.model.release)
@@ -197,7 +198,7 @@ class FlashRuntime:
                 "prefill_chunk_size": self.config.prefill_chunk_size,
             },
             "cache": {
-                "dtype": self.cache_dtype,
+                "dtype": told(self.cache_dtypes),
                 "block_size": plan.spec.block_size,
                 "blocks": list(plan.blocks),
                 "bytes": plan.bytes,
@@ -221,37 +222,8 @@ class FlashRuntime:
         self.loop.close()
 
 
-_CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def cache_dtype(config: EngineConfig, source: TensorSource, kernels: Kernels) -> str:
-    """Type of cached keys and values: the one asked for; else the float type of the checkpoint's matrices, fp16 when
-    they are quantised; fp32 where only the torch kernels are there, which know no other."""
-    asked = _CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    if not kernels.packs:
-        if asked not in ("auto", "float32"):
-            raise _needs_native("kv_cache_dtype", config.kv_cache_dtype)
-        return "float32"
-    if asked != "auto":
-        return asked
-    kinds = {source.dtype(name) for name in source.names() if len(source.shape(name)) > 1}
-    if kinds <= _FLOATS.keys():
-        return max((_FLOATS[kind] for kind in kinds), key=("float16", "bfloat16", "float32").index, default="float32")
-    return "float16"
-
-
-def _needs_native(option: str, value: str) -> ConfigError:
-    return ConfigError(
-        f"{option}={value!r} needs the native CPU kernels, which are not there (deepseek-flash doctor says why); "
-        f"install a C++ compiler, or leave the option out",
-        field=option,
-        value=value,
-    )
-
-
 def plan_cache(
-    config: EngineConfig, info: ModelInfo, dtype: str, turned: bool, kv_blocks: int | None = None
+    config: EngineConfig, info: ModelInfo, dtype: str | Sequence[str], turned: bool, kv_blocks: int | None = None
 ) -> CachePlan:
     """Size the cache: what ``max_batch_size`` full sequences can use, but no more than one full sequence or a
     quarter of the free memory, whichever is larger. Raises MemoryBudgetError when even that is not there."""
