@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +25,9 @@ LATER: dict[str, str] = {
     "enforce_eager": "CUDA graphs",
 }
 """Options of the planned surface whose part is not in this version: refused by name, never ignored."""
+
+CacheDtype: TypeAlias = Literal["auto", "float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "int8"]
+"""What keys and values may be cached in."""
 
 
 class EngineConfig(BaseModel):
@@ -44,8 +48,9 @@ class EngineConfig(BaseModel):
     """Token budget of one step: decode rows first, the rest is prefill."""
     block_size: int | None = Field(default=None, ge=1, le=4096)
     """Tokens of a cache block [16]."""
-    kv_cache_dtype: Literal["auto", "float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "int8"] = "auto"
-    """Type of cached keys and values [the checkpoint's float type; fp16 for quantised files]."""
+    kv_cache_dtype: CacheDtype | dict[str, CacheDtype] = "auto"
+    """Type of cached keys and values, for all layers or by pattern, as ``{"*": "int8", "0-1": "fp16"}``
+    (docs/caching.md) [the checkpoint's float type; fp16 for quantised files]."""
     quantize: Literal["int4", "int8"] | None = None
     """Quantise the weights of linear layers while loading."""
     enable_prefix_caching: bool = True
@@ -99,6 +104,9 @@ class EngineConfig(BaseModel):
                 raise ConfigError(f"{name}={value!r}: not a bool", field=name, value=value)
         if isinstance(path := options.get("l3_cache_path"), os.PathLike):
             options = {**options, "l3_cache_path": os.fspath(path)}
+        if isinstance(types := options.get("kv_cache_dtype"), Mapping):
+            _check_types(types)
+            options = {**options, "kv_cache_dtype": dict(types)}
         try:
             made = cls(model=os.fspath(model), **options)
         except ValidationError as e:
@@ -144,6 +152,23 @@ class EngineConfig(BaseModel):
 
 _KNOWN_LATER = frozenset(("bfloat16", "bf16", "float16", "fp16", "half", "int8", "fp8", "cuda"))
 """Good values of other versions: a near miss would mislead."""
+
+
+def _check_types(types: Mapping[Any, Any]) -> None:
+    """ConfigError unless every value names a type; the patterns are read when the number of layers is known."""
+    known = get_args(CacheDtype)
+    for pattern, dtype in types.items():
+        if not isinstance(pattern, str) or dtype not in known:
+            hint = "" if str(dtype) in _KNOWN_LATER else near_miss(str(dtype), known)
+            raise ConfigError(
+                f"kv_cache_dtype={{{pattern!r}: {dtype!r}}}: must map a string (a pattern of layers) to one of "
+                f"{', '.join(map(repr, known))}{hint}",
+                field="kv_cache_dtype",
+                value=dtype,
+                allowed=", ".join(known),
+            )
+    if not types:
+        raise ConfigError("kv_cache_dtype={}: name at least one layer", field="kv_cache_dtype", value={})
 
 
 def _config_error(e: ValidationError, given: dict[str, Any]) -> ConfigError:

@@ -77,7 +77,7 @@ class ModelInfo(ABC):
     """Most tokens of a sequence."""
 
     @abstractmethod
-    def cache_spec(self, block_size: int, dtype: str = "float32", *, turned: bool = False) -> CacheSpec:
+    def cache_spec(self, block_size: int, dtype: str | Sequence[str] = "float32", *, turned: bool = False) -> CacheSpec:
         """What a sequence caches. ``turned``: keys in the order that the native kernels read fastest, where the block
         size allows it."""
 

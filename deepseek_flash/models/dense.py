@@ -5,7 +5,7 @@ One structure; they differ in biases and in the norm of query and key heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,12 +51,13 @@ class DenseInfo(ModelInfo):
     mlp_bias: bool
     qk_norm: bool
 
-    def cache_spec(self, block_size: int, dtype: str = "float32", *, turned: bool = False) -> CacheSpec:
+    def cache_spec(self, block_size: int, dtype: str | Sequence[str] = "float32", *, turned: bool = False) -> CacheSpec:
+        dtypes = [dtype] * self.num_layers if isinstance(dtype, str) else dtype
         orders: tuple[tuple[str, Order], ...] = (("k", "rows"), ("v", "rows"))
         if turned and block_size % TURNED_SLOTS == 0:
             orders = (("k", "turned"), ("v", "heads"))
         fields = [
-            f for i in range(self.num_layers) for name, order in orders for f in self._fields(name, order, i, dtype)
+            f for i in range(self.num_layers) for name, order in orders for f in self._fields(name, order, i, dtypes[i])
         ]
         return CacheSpec(block_size, (Group("kv", "rows", tuple(fields)),))
 

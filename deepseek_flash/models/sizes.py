@@ -6,7 +6,7 @@ Weights are counted by the code that loads them, working memory by asking the ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -39,6 +39,8 @@ _ROTARY_CHUNK = 2048
 """Positions by which the rotary tables grow (``layers.rope``)."""
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CACHE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
+MIXED = "mixed"
+"""Layers cached in types of their own."""
 CACHE_TYPES = tuple(_CACHE_CODES)
 _TORCH_SCORES = 32 << 20
 """Caps of the torch kernels' attention on scores, and on keys or values gathered at once."""
@@ -162,11 +164,11 @@ class ModelSizes:
             self._plans[chosen] = plan[0]
         return self._plans[chosen]
 
-    def cache_bytes(self, block_size: int, dtype: str) -> Callable[[int], int]:
+    def cache_bytes(self, block_size: int, dtype: str | Sequence[str]) -> Callable[[int], int]:
         """Tokens of a sequence → bytes of its cache."""
         return self.info.cache_spec(block_size, dtype, turned=self.kernels.packs).bytes_for
 
-    def workspace(self, limits: StepLimits) -> Callable[[int, str, str], int]:
+    def workspace(self, limits: StepLimits, mixed: Sequence[str] = ()) -> Callable[[int, str, str], int]:
         """Context, ``quantize``, type of the cache → most bytes that steps hold beside weights and cache, what they
         keep for the next step included.
 
@@ -176,7 +178,8 @@ class ModelSizes:
 
         @lru_cache(maxsize=256)  # a plan asks for the same contexts again
         def at(context: int, quantize: str, cache_dtype: str) -> int:
-            return self._workspace(limits, quantize, cache_dtype, context)
+            kinds = mixed if cache_dtype == MIXED else (cache_dtype,)
+            return max(self._workspace(limits, quantize, kind, context) for kind in kinds)
 
         return at
 
@@ -258,21 +261,25 @@ class ModelSizes:
         self,
         limits: StepLimits,
         *,
-        kv_cache_dtype: str,
+        kv_cache_dtype: str | Sequence[str],
         quantize: str | None = None,
         max_model_len: int | None = None,
     ) -> Needs:
-        """Everything ``memory.plan.plan`` asks about the model. ``kv_cache_dtype``: a real type, not ``auto``."""
-        dtypes = {kv_cache_dtype, "int8"} if self.kernels.packs else {kv_cache_dtype}
+        """Everything ``memory.plan.plan`` asks about the model. ``kv_cache_dtype``: a real type, not ``auto``, or one
+        for each layer."""
+        kinds = tuple({kv_cache_dtype} if isinstance(kv_cache_dtype, str) else set(kv_cache_dtype))
+        name = kinds[0] if len(kinds) == 1 else MIXED
+        dtypes: dict[str, str | Sequence[str]] = {"int8": "int8"} if self.kernels.packs else {}
+        dtypes[name] = kv_cache_dtype
         chosen = quantize or STORED
         return Needs(
             weights={name: self.weight_bytes(name) for name in self.quantize_choices()},
-            cache={name: self.cache_bytes(limits.block_size, name) for name in dtypes},
-            workspace=self.workspace(limits),
+            cache={key: self.cache_bytes(limits.block_size, types) for key, types in dtypes.items()},
+            workspace=self.workspace(limits, kinds),
             runtime=RUNTIME_BYTES + RUNTIME_PER_TOKEN * self.info.vocab_size,
             max_model_len=max_model_len or self.info.max_position,
             max_batch_size=limits.max_batch_size,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=name,
             quantize=chosen,
             longest=self.info.max_position,
             block_size=limits.block_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from deepseek_flash.metrics import Metrics
 from deepseek_flash.models.base import Model, ModelInfo
 from deepseek_flash.models.registry import resolve
 from deepseek_flash.models.sizes import ModelSizes, StepLimits
+from deepseek_flash.runtime.cache_types import cache_dtypes, needs_native, told
 from deepseek_flash.runtime.fresh import on_fresh_thread
 from deepseek_flash.runtime.generation import GenerationTenant, Request
 from deepseek_flash.runtime.loop import EngineLoop
@@ -107,8 +108,8 @@ class FlashRuntime:
         read_generation_config(generation_config)
         self.kernels: Kernels = select("cpu", kernels_preference(), self.config.threads)
         if self.config.quantize and not self.kernels.packs:
-            raise _needs_native("quantize", self.config.quantize)
-        self.cache_dtype = cache_dtype(self.config, source, self.kernels)
+            raise needs_native("quantize", self.config.quantize)
+        self.cache_dtypes = cache_dtypes(self.config, source, self.kernels, self.info.num_layers)
         self._memory.callback(trim_heap)
         self._reserve(source)
         self._memory.callback(self._unload)
@@ -132,15 +133,15 @@ class FlashRuntime:
         block = config.block_size or DEFAULT_BLOCK_SIZE
         needs = sizes.needs(
             StepLimits(config.max_batch_size, config.prefill_chunk_size, config.threads, block),
-            kv_cache_dtype=self.cache_dtype,
+            kv_cache_dtype=self.cache_dtypes,
             quantize=config.quantize,
             max_model_len=min(config.max_model_len or self.info.max_position, self.info.max_position),
         )
         self.plan = plan_cache(
-            config, self.info, self.cache_dtype, self.kernels.packs, self._kv_blocks, needs=needs, budget=budget
+            config, self.info, self.cache_dtypes, self.kernels.packs, self._kv_blocks, needs=needs, budget=budget
         )
         context = self.plan.context
-        self.held.take(needs.weights[needs.quantize], needs.workspace(context), needs.runtime)
+        self.held.take(needs.weights[needs.quantize], needs.step(context), needs.runtime)
         least = self.plan.spec.bytes_for(context)
         self.held.take_cache(self.plan.bytes, min(least, self.plan.bytes), self._shrink)
 
@@ -279,7 +280,7 @@ class FlashRuntime:
                 "prefill_chunk_size": self.config.prefill_chunk_size,
             },
             "cache": {
-                "dtype": self.cache_dtype,
+                "dtype": told(self.cache_dtypes),
                 "block_size": plan.spec.block_size,
                 "blocks": [p.capacity for p in self.scheduler.kv.pools],
                 "bytes": self.residence.pool_bytes,
@@ -351,39 +352,10 @@ class FlashRuntime:
         self.loop.close()
 
 
-_CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def cache_dtype(config: EngineConfig, source: TensorSource, kernels: Kernels) -> str:
-    """Type of cached keys and values: the one asked for; else the float type of the checkpoint's matrices, fp16 when
-    they are quantised; fp32 where only the torch kernels are there, which know no other."""
-    asked = _CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    if not kernels.packs:
-        if asked not in ("auto", "float32"):
-            raise _needs_native("kv_cache_dtype", config.kv_cache_dtype)
-        return "float32"
-    if asked != "auto":
-        return asked
-    kinds = {source.dtype(name) for name in source.names() if len(source.shape(name)) > 1}
-    if kinds <= _FLOATS.keys():
-        return max((_FLOATS[kind] for kind in kinds), key=("float16", "bfloat16", "float32").index, default="float32")
-    return "float16"
-
-
-def _needs_native(option: str, value: str) -> ConfigError:
-    return ConfigError(
-        f"{option}={value!r} needs the native CPU kernels, which are not there (deepseek-flash doctor says why); "
-        f"install a C++ compiler, or leave the option out",
-        field=option,
-        value=value,
-    )
-
-
 def plan_cache(
     config: EngineConfig,
     info: ModelInfo,
-    dtype: str,
+    dtype: str | Sequence[str],
     turned: bool,
     kv_blocks: int | None = None,
     *,

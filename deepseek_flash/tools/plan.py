@@ -42,7 +42,8 @@ def predict(options: argparse.Namespace) -> tuple[Path, MemoryPlan]:
     from deepseek_flash.kernels.registry import select
     from deepseek_flash.loading.source import TensorSource
     from deepseek_flash.models.sizes import ModelSizes, StepLimits
-    from deepseek_flash.runtime.runtime import DEFAULT_BLOCK_SIZE, cache_dtype
+    from deepseek_flash.runtime.cache_types import cache_dtypes
+    from deepseek_flash.runtime.runtime import DEFAULT_BLOCK_SIZE
 
     names = ("max_model_len", "max_batch_size", "kv_cache_dtype", "quantize")
     config = EngineConfig.from_options(options.model, {name: getattr(options, name) for name in names})
@@ -72,7 +73,7 @@ def predict(options: argparse.Namespace) -> tuple[Path, MemoryPlan]:
         needs = sizes.needs(
             limits,
             # It looks at names, shapes and types only.
-            kv_cache_dtype=cache_dtype(config, cast(TensorSource, source), kernels),
+            kv_cache_dtype=cache_dtypes(config, cast(TensorSource, source), kernels, sizes.info.num_layers),
             quantize=config.quantize,
             max_model_len=config.max_model_len,
         )

@@ -65,7 +65,7 @@ class Harness:
         batch: int = 8,
         blocks: int = 400,
         prefix_caching: bool = True,
-        dtype: str = "float32",
+        dtype: str | Seq[str] = "float32",
     ) -> None:
         self.model, spec = model, info.cache_spec(block_size, dtype, turned=turned_by(model))
         self.store = KVStore(spec, (blocks,), "cpu")
