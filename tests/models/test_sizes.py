@@ -160,7 +160,7 @@ print(predicted, status("VmHWM") - before + tables)
 
 @pytest.mark.parametrize(
     ("chunk", "batch", "context", "quantize"),
-    [(512, 32, 4096, "int4"), (512, 8, 2048, STORED), (256, 64, 2048, "int8")],
+    [(512, 32, 4096, "int4"), (512, 8, 2048, STORED), (256, 48, 1024, "int8")],
 )
 def test_the_workspace_is_what_the_largest_step_takes(
     chunk: int, batch: int, context: int, quantize: str, tmp_path: Path
