@@ -109,22 +109,30 @@ class Folder:
             self._counts["index busy or full"] += 1
             return
         self._counts["index damaged"] += 1
+        bad = 0
         if self._index is not None:
+            bad = self._index.inode
             self._index.close()
             self._index = None
         try:
             self._drop_current()
-            self._index = self._opened()
+            self._index = self._opened(bad)
         except (sqlite3.Error, OSError) as e:
             self.disabled = f"the index cannot be made again: {e}"
 
-    def _opened(self) -> DiskIndex:
-        """Open the index, or make it again when it is damaged, and put it in agreement with what is on disk."""
+    def _opened(self, bad: int = 0) -> DiskIndex:
+        """Open the index, or make it again when it is damaged, and put it in agreement with what is on disk.
+
+        ``bad``: inode of a file that is damaged where opening does not look; another process may have replaced it.
+        """
         fd = self._files.open(str(self.path / LOCK), os.O_RDWR | os.O_CREAT)
         try:
             self._files.lock(fd, wait=True)
             try:
-                return self._sound_index()
+                index = self._sound_index()
+                if index.inode != bad:
+                    return index
+                index.close()
             except NewerIndex:
                 raise
             except sqlite3.DatabaseError as e:
