@@ -294,9 +294,9 @@ class CacheTiers:
             full -= full % (self._disk.extent if self._disk is not None else 1)
         if full > self._done[seq.id]:
             self._save_rows(seq, full)
-            if seq.computed >= seq.prompt_len:
-                self._keep_snapshot(seq.keys[:full])
-                self._check(seq)
+        if seq.computed >= seq.prompt_len:  # its full blocks may all have been saved in the step before
+            self._keep_snapshot(seq.keys[:full])
+            self._check(seq)
 
     def leaving(self, seq: Seq) -> None:
         """It is about to give its blocks back: save what its answer added, unless it failed before its prompt was

@@ -120,3 +120,14 @@ def test_too_slow_then_stalled(
         settled(engine)
         third = engine.generate(prompt_token_ids=[9, *other], params=GREEDY)
         assert third.cache.miss_reason == "absent", "it is asked again once it answers"
+
+
+def test_a_prompt_that_ends_behind_a_full_record_is_verified(tiny: Path, tmp_path: Path) -> None:
+    """Its full blocks are saved in the step before its last token is read."""
+    prompt = [(3 * i + 1) % 300 for i in range(257)]
+    with tiered(tiny, tmp_path) as engine:
+        engine.generate(prompt_token_ids=prompt, params=GREEDY)
+    with tiered(tiny, tmp_path, verify_every=1) as engine:
+        got = engine.generate(prompt_token_ids=prompt, params=GREEDY)
+        assert got.cache.miss_reason == "verifying"
+        assert engine.describe()["counters"]["l3_verified_blocks"] == 256 // 16
