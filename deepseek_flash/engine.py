@@ -14,10 +14,12 @@ from deepseek_flash.errors import FlashError, RequestError, near_or_all
 from deepseek_flash.memory.report import MemoryReport
 from deepseek_flash.runtime.cache_control import CacheControl
 from deepseek_flash.runtime.generation import Request
+from deepseek_flash.runtime.preload import Preloaded, preload
 from deepseek_flash.runtime.request import Messages
 from deepseek_flash.runtime.runtime import FlashRuntime
+from deepseek_flash.runtime.session import Session, read_session
 from deepseek_flash.runtime.stream import Stream, without_traceback
-from deepseek_flash.types import Completion, SamplingParams, Score
+from deepseek_flash.types import Completion, Message, SamplingParams, Score
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -279,6 +281,36 @@ class FlashEngine:
                 yield delta
         finally:  # at once, not when the event loop gets to closing the inner generator
             opened.cancel()
+
+    # keeping prompts warm
+
+    def preload(self, prompt: Any, *, pin: bool = False) -> Preloaded:
+        """Read a prompt (text, messages or token ids) into the cache; returns when it is there.
+
+        With ``pin`` it is not evicted, and kept on disk beyond this process where there is a disk tier.
+        """
+        self._guard()
+        builder, params = self._runtime.builder, SamplingParams(max_new_tokens=0)
+        if isinstance(prompt, str):
+            return preload(self._runtime, lambda: builder.from_text(prompt, params), pin)
+        listed = _listed(prompt)
+        if any(isinstance(m, (Mapping, Message)) for m in listed):
+            segments = builder.render(listed, add_generation_prompt=False)
+            listed = self._runtime.tokenizer.encode_segments(segments)
+        return preload(self._runtime, lambda: builder.from_ids(listed, params), pin)
+
+    def session(self, system: str | None = None, **params: Any) -> Session:
+        """A conversation that keeps its messages; ``params`` are sampling options of all its turns."""
+        self._guard()
+        if system is not None:
+            _need_text(system, "system")
+        first = () if system is None else (Message("system", system),)
+        return Session(self, first, _each(None, params, 1)[0])
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Go on with a conversation from the file that ``Session.save`` wrote."""
+        self._guard()
+        return Session(self, *read_session(path))
 
     # text and scores
 

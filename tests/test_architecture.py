@@ -23,7 +23,7 @@ INTEGRATIONS = sorted((ROOT / "integrations").rglob("*.py"))
 LAYERS = [
     {"errors", "types", "config", "metrics"},
     {"memory", "kernels"},
-    {"quant", "kv.spec", "kv.blocks", "kv.prefix", "kv.restore", "kv.manager", "text"},
+    {"quant", "kv.spec", "kv.blocks", "kv.prefix", "kv.pins", "kv.restore", "kv.manager", "text"},
     {
         "loading",
         "kv.store",
@@ -40,7 +40,7 @@ LAYERS = [
 """A module imports only from lower layers, or from its own room."""
 
 WITHOUT_TORCH = ("errors", "types", "config", "metrics", "memory", "text", "scheduler", "tools", "kv.spec")
-WITHOUT_TORCH += ("kv.blocks", "kv.prefix", "kv.restore", "kv.manager")
+WITHOUT_TORCH += ("kv.blocks", "kv.prefix", "kv.pins", "kv.restore", "kv.manager")
 WITHOUT_TORCH += ("kv.records", "kv.files", "kv.disk_index", "kv.folder", "kv.disk", "kv.tiers")
 DYNAMIC_CODE = {"eval", "exec", "compile", "__import__"}
 UNSAFE_READERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from deepseek_flash.errors import InternalError
 from deepseek_flash.kv.blocks import BlockCopy, BlockPool
+from deepseek_flash.kv.pins import Pins
 from deepseek_flash.kv.prefix import NONE, Entry, PrefixIndex
 from deepseek_flash.kv.restore import Restores
 from deepseek_flash.kv.spec import CacheSpec
@@ -119,6 +120,8 @@ class KVManager:
         self._hit_tokens = self._asked_tokens = self._taken = 0
         self.restores = None if self.index is None else Restores(spec, self.index, self.pools)
         """What is being brought back from lower tiers."""
+        self.pins = None if self.index is None else Pins(spec, self.index, self.pools)
+        """Prefixes that are not evicted."""
         self.spill: Callable[[Entry], None] | None = None
         """Called while a cached block of rows, whole in all groups, loses its place: a lower tier may copy it."""
         self.retired: Callable[[int, list[int]], None] | None = None
@@ -235,6 +238,8 @@ class KVManager:
         if any(missing):
             if self.restores is not None and self.restores.close(but=seq.id):
                 return self.admit(seq, hit, spare)  # what others wait for must not keep this one waiting
+            if not self._held and self.pins is not None and self.pins.give_way():
+                return self.admit(seq, hit, spare)
             return Shortage(tuple(missing))
         hold = self._held[seq.id] = _Holding(seq, pins=list(hit.snapshots))
         # References first: taking a block may evict, and must not evict what was just matched.
@@ -286,6 +291,11 @@ class KVManager:
             (len(seq.tables[g]) + self.pools[g].available) * self._size < end for g in growing
         ):
             self.restores.close()
+        while len(self._held) == 1 and any(
+            (len(seq.tables[g]) + self.pools[g].available) * self._size <= seq.computed for g in growing
+        ):
+            if self.pins is None or not self.pins.give_way():
+                break
         for g in growing:
             end = min(end, (len(seq.tables[g]) + self.pools[g].available) * self._size)
         for g in growing:
@@ -464,6 +474,13 @@ class KVManager:
         """Whether this sequence was admitted and not yet released."""
         return seq.id in self._held
 
+    def pinned(self) -> Iterator[tuple[int, int]]:
+        """(group, block) of every reference that no sequence holds."""
+        if self.restores is not None:
+            yield from self.restores.pins()
+        if self.pins is not None:
+            yield from self.pins.blocks()
+
     def pending(self, key: bytes) -> bool:
         """Whether a running sequence has announced this key and not yet published it."""
         return key in self._pending
@@ -477,7 +494,7 @@ class KVManager:
             for g, block in (*hold.pins, *hold.taking):
                 held[g][block] += 1
             self._check_holding(hold)
-        for g, block in () if self.restores is None else self.restores.pins():
+        for g, block in self.pinned():
             held[g][block] += 1
         for g, pool in enumerate(self.pools):
             pool.check(held[g])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 
+from deepseek_flash.kv.disk import DiskStore
 from deepseek_flash.kv.manager import KVManager
 from deepseek_flash.kv.prefix import NONE, Entry
 from deepseek_flash.kv.records import Kind
@@ -436,6 +437,16 @@ class CacheTiers:
         if self._disk is not None:
             out["l3"] = self._disk.store.stats()
         return out
+
+    def host_has(self, keys: Sequence[bytes]) -> bool:
+        """Whether the host tier holds all these blocks."""
+        host = self._host
+        return host is not None and all(key in host for key in keys)
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """The disk tier's store, if there is one; any thread may use it."""
+        return None if self._disk is None else self._disk.store
 
     def clear_host(self) -> int:
         """Forget the host tier; bytes freed."""

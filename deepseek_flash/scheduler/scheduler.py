@@ -367,8 +367,7 @@ class Scheduler:
             raise InternalError("a waiting sequence has computed tokens or blocks")
         if len(self._running) > self.max_batch_size:
             raise InternalError(f"{len(self._running)} sequences run, {self.max_batch_size} may")
-        pinned = self.kv.restores is not None and any(self.kv.restores.pins())
-        if not self._running and not pinned and self.kv.usage()[1]:
+        if not self._running and not any(self.kv.pinned()) and self.kv.usage()[1]:
             raise InternalError("blocks are held although nothing runs")
         if any(not self.kv.holds(s) for s in self._running) or any(self.kv.holds(s) for s in self._waiting):
             raise InternalError("the cache holds other sequences than those that run")
