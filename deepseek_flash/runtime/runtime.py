@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -48,6 +49,8 @@ from deepseek_flash.scheduler.scheduler import Scheduler
 from deepseek_flash.text.tokenizer import Tokenizer
 
 DEFAULT_BLOCK_SIZE = 16
+OPENING = 60.0
+"""Seconds that an engine which needs room waits for another one that is still being opened."""
 CACHE_SHARE = 0.25
 """Share of the memory free at opening that the cache may take beyond one full sequence."""
 
@@ -79,6 +82,7 @@ class FlashRuntime:
     ) -> None:
         """``budget``: in place of the one that this process shares."""
         self._budget = budget
+        self._opened = threading.Event()
         self.config, self._kv_blocks, self._check_every_step = config, kv_blocks, check_every_step
         self.path = Path(config.model)
         self.metrics = Metrics()
@@ -95,6 +99,7 @@ class FlashRuntime:
         generation_config, eos_ids = on_fresh_thread(self._load)
         self._assemble(generation_config, eos_ids)
         self.loop.start([self.tenant], name=f"deepseek-flash-{self.path.name}")
+        self._opened.set()
 
     def _load(self) -> tuple[dict[str, Any], frozenset[int]]:
         """Everything that is read or allocated; the generation config and the end-of-text ids."""
@@ -147,8 +152,9 @@ class FlashRuntime:
 
     def _shrink(self, keep: int) -> None:
         """Somebody else on this device needs room. An engine that closes meanwhile gives everything back anyway."""
-        with suppress(FlashError):
-            self.resize(keep)
+        if self._opened.wait(OPENING):
+            with suppress(FlashError):
+                self.resize(keep)
 
     def _weights(self, source: TensorSource) -> None:
         self.model: Model = self.info.build(self.kernels)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepseek_flash.engine import FlashEngine
 from deepseek_flash.errors import MemoryBudgetError
 from deepseek_flash.memory.ledger import MemoryBudget
 from tests.support.engines import open_engine
@@ -28,7 +30,7 @@ def needs(tiny: Path) -> dict[str, int]:
     return lines
 
 
-def test_a_small_budget_gives_a_small_cache(tiny: Path) -> None:
+def test_M07_a_small_budget_gives_a_small_cache(tiny: Path) -> None:
     lines = needs(tiny)
     one = lines["kv_cache"] // 8
     fixed = sum(lines.values()) - lines["kv_cache"]
@@ -42,7 +44,7 @@ def test_a_small_budget_gives_a_small_cache(tiny: Path) -> None:
     assert got == expect
 
 
-def test_too_small_fails_before_loading_with_a_table_and_ways_out(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_M08_too_small_fails_before_loading_and_says_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = needs(tiny)
     fixed = sum(lines.values()) - lines["kv_cache"]
     limit = fixed + lines["kv_cache"] // 16  # half a sequence
@@ -90,7 +92,7 @@ def test_every_alternative_offered_opens(tiny: Path) -> None:
             assert engine.generate(prompt_token_ids=[1, 2, 3], max_new_tokens=2).token_ids
 
 
-def test_a_second_engine_shrinks_the_cache_of_the_first(tiny: Path) -> None:
+def test_M03_M04_a_second_engine_shrinks_the_cache_of_the_first(tiny: Path) -> None:
     lines = needs(tiny)
     one = lines["kv_cache"] // 8
     budget = MemoryBudget("cpu", sum(lines.values()) + lines["weights"] + lines["runtime"] + one)
@@ -164,3 +166,36 @@ else:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "does not fit" in done.stdout
+
+
+def test_M06_A04_no_pool_is_larger_than_its_options_can_use(tiny: Path) -> None:
+    budget = MemoryBudget("cpu", 4096 * MB)
+    with open_engine(tiny, budget=budget, memory_budget=budget.limit, max_model_len=64, max_batch_size=2) as engine:
+        cache = engine.describe()["cache"]
+        assert cache["blocks"] == [2 * 64 // cache["block_size"]]
+
+
+def test_M05_engines_that_open_at_once_do_not_pass_the_limit(tiny: Path) -> None:
+    lines = needs(tiny)
+    budget = MemoryBudget("cpu", int(2.6 * sum(lines.values())))
+    opened: list[FlashEngine] = []
+    refused: list[MemoryBudgetError] = []
+
+    def open_one() -> None:
+        try:
+            opened.append(open_engine(tiny, budget=budget, memory_budget=budget.limit, **OPTIONS))
+        except MemoryBudgetError as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=open_one) for _ in range(5)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(opened) + len(refused) == 5
+    assert len(opened) >= 2
+    assert budget.peak <= budget.limit
+    for engine in opened:
+        assert engine.generate(prompt_token_ids=[1, 2, 3], max_new_tokens=2).token_ids
+        engine.close()
+    assert budget.held == 0

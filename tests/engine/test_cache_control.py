@@ -60,7 +60,7 @@ def test_the_host_tier_is_cleared(tiny: Path, expect: tuple[int, ...]) -> None:
         assert got.token_ids == expect
 
 
-def test_the_disk_is_cleared_and_filled_again(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
+def test_K11_the_disk_is_cleared_and_filled_again(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
     with tiered(tiny, tmp_path) as engine:
         ask(engine)
         assert engine.cache.clear("l3") > 0

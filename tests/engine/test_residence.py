@@ -69,7 +69,7 @@ def test_too_small_and_nonsense_sizes_are_refused_and_nothing_changes(tiny: Path
         engine.resize(kv_cache="1MiB")
 
 
-def test_sleeping_in_the_middle_of_answers_changes_no_token(tiny: Path, expect: list[tuple[int, ...]]) -> None:
+def test_K20_sleeping_in_the_middle_of_answers_changes_no_token(tiny: Path, expect: list[tuple[int, ...]]) -> None:
     with open_engine(tiny, **OPTIONS) as engine:
         streams = [engine.stream(prompt_token_ids=p, params=s) for p, s in zip(PROMPTS[:6], PARAMS, strict=False)]
         first = iter(streams[0])
@@ -85,7 +85,7 @@ def test_sleeping_in_the_middle_of_answers_changes_no_token(tiny: Path, expect: 
         assert [s.result().token_ids for s in (*streams, *late)] == expect
 
 
-def test_what_was_cached_is_found_after_waking(tiny: Path) -> None:
+def test_K19_what_was_cached_is_found_after_waking(tiny: Path) -> None:
     prompt = list(range(100))
     with open_engine(tiny, **OPTIONS) as engine:
         first = engine.generate(prompt_token_ids=prompt, max_new_tokens=8, temperature=0)
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_the_engine_awake(tiny: Path, monkeypatch: pytest.Mon
         assert engine.generate(prompt_token_ids=PROMPTS[3], params=PARAMS[3]).token_ids == first.token_ids
 
 
-def test_other_weights_are_noticed_on_waking_and_the_engine_sleeps_on(tmp_path: Path) -> None:
+def test_K20_other_weights_are_noticed_on_waking_and_the_engine_sleeps_on(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "m")
     file = next((tmp_path / "m").glob("*.safetensors"))
     good = file.read_bytes()
@@ -176,3 +176,12 @@ def test_resident_memory_really_falls(tiny: Path) -> None:
         engine.wake()
         assert kv.usage()[0] == kv.pools[0].most
     assert torch.is_tensor(pool)
+
+
+def test_Q09_an_int8_cache_keeps_its_scales_asleep(tiny: Path) -> None:
+    with open_engine(tiny, **OPTIONS, kv_cache_dtype="int8") as engine:
+        plain = engine.generate(prompt_token_ids=PROMPTS[5], params=PARAMS[5]).token_ids
+        running = engine.stream(prompt_token_ids=PROMPTS[5], params=PARAMS[5])
+        engine.sleep()
+        engine.wake()
+        assert running.result().token_ids == plain

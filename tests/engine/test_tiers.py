@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,7 +58,7 @@ def expect(tiny: Path) -> tuple[int, ...]:
         return ask(engine).token_ids  # type: ignore[no-any-return]
 
 
-def test_K02_a_restart_finds_the_prefix_on_disk(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
+def test_K06_K12_a_restart_finds_the_prefix_on_disk(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
     seeded = SamplingParams(seed=11, max_new_tokens=12, ignore_eos=True)
     with tiered(tiny, tmp_path) as engine:
         first, drawn = ask(engine), ask(engine, seeded)
@@ -88,7 +91,7 @@ def test_the_answer_is_kept_too(tiny: Path, tmp_path: Path) -> None:
     [{"cache_salt": "other"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}, {"weights": 5}, {"quantize": "int8"}],
 )
 def test_what_was_stored_under_other_settings_is_not_found(tiny: Path, tmp_path: Path, other: dict[str, Any]) -> None:
-    """K07, T05: another salt, dtype, layout, or other weights."""
+    """K08, T05: another salt, dtype, layout, or other weights."""
     folder, model = tmp_path / "cache", tiny
     if "weights" in other:
         model = tmp_path / "other"
@@ -107,7 +110,7 @@ def test_what_was_stored_under_other_settings_is_not_found(tiny: Path, tmp_path:
         assert ask(engine).cache.l3_tokens == FULL, "others must not hurt what is there"
 
 
-def test_K01_damaged_records_are_computed_again(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
+def test_K09_damaged_records_are_computed_again(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
     with tiered(tiny, tmp_path) as engine:
         ask(engine)
     rng = random.Random(3)
@@ -128,7 +131,7 @@ def test_K01_damaged_records_are_computed_again(tiny: Path, tmp_path: Path, expe
 def test_a_stalled_disk_costs_a_bounded_wait(
     tiny: Path, tmp_path: Path, expect: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K12: the prefix is computed after the deadline; the next request does not even ask."""
+    """The prefix is computed after the deadline."""
     with tiered(tiny, tmp_path) as engine:
         ask(engine)
     go, find = threading.Event(), DiskStore.find
@@ -193,7 +196,7 @@ def test_the_same_prompt_many_times_is_fetched_once(
     assert len(reads) == 1
 
 
-def test_prompt_logprobs_compute_everything(tiny: Path, tmp_path: Path) -> None:
+def test_G03_prompt_logprobs_compute_everything(tiny: Path, tmp_path: Path) -> None:
     with tiered(tiny, tmp_path) as engine:
         ask(engine)
     with tiered(tiny, tmp_path) as engine:
@@ -202,7 +205,7 @@ def test_prompt_logprobs_compute_everything(tiny: Path, tmp_path: Path) -> None:
     assert got.cache.computed_tokens == len(PROMPT)
 
 
-def test_the_host_tier_brings_back_what_the_pool_evicted(tiny: Path, expect: tuple[int, ...]) -> None:
+def test_K13_the_host_tier_brings_back_what_the_pool_evicted(tiny: Path, expect: tuple[int, ...]) -> None:
     others = [[(i * 13 + j * 5) % 300 for j in range(180)] for i in range(4)]
     with open_engine(tiny, kv_blocks=26, **OPTIONS, l2_cache_gb=0.05) as engine:
         assert ask(engine).token_ids == expect
@@ -265,3 +268,57 @@ def test_resizing_and_sleeping_with_tiers_change_no_token(tiny: Path, tmp_path: 
         counters = engine.describe()["counters"]
         assert counters["l3_verified_blocks"] > 0
         assert counters.get("l3_quarantined_blocks", 0) == 0
+
+
+def test_K07_other_processes_find_it_whatever_the_hash_seed(
+    tiny: Path, tmp_path: Path, expect: tuple[int, ...]
+) -> None:
+    script = f"""
+from deepseek_flash import FlashEngine
+from deepseek_flash.runtime.rates import Rates
+Rates.worth_loading = lambda *_: True
+with FlashEngine({str(tiny)!r}, l3_cache_path={str(tmp_path)!r}, **{OPTIONS!r}) as engine:
+    done = engine.generate(prompt_token_ids={PROMPT!r}, temperature=0, max_new_tokens=12, ignore_eos=True)
+    print(done.cache.l3_tokens, list(done.token_ids))
+"""
+    told = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.strip())
+    assert told == [f"0 {list(expect)}", f"{FULL} {list(expect)}"]
+
+
+def test_K18_K04_a_prompt_that_is_on_disk_whole_still_computes_its_last_token(tiny: Path, tmp_path: Path) -> None:
+    whole = PROMPT[:FULL]
+    with tiered(tiny, tmp_path) as engine:
+        first = engine.generate(prompt_token_ids=whole, params=GREEDY)
+    with tiered(tiny, tmp_path) as engine:
+        again = engine.generate(prompt_token_ids=whole, params=GREEDY)
+    assert again.cache.l3_tokens == FULL - 16
+    assert again.token_ids == first.token_ids
+
+
+def test_K01_K02_K05_with_and_without_caches_cold_and_warm(tiny: Path, tmp_path: Path, expect: tuple[int, ...]) -> None:
+    with open_engine(tiny, **OPTIONS, enable_prefix_caching=False) as engine:
+        assert ask(engine).token_ids == expect
+        assert ask(engine).token_ids == expect
+    with tiered(tiny, tmp_path, l2_cache_gb=0.05) as engine:
+        assert [ask(engine).token_ids for _ in range(3)] == [expect] * 3
+        engine.cache.clear("l1")
+        assert ask(engine).token_ids == expect
+        engine.cache.clear("all")
+        assert ask(engine).token_ids == expect
+
+
+def test_K14_K15_what_follows_a_partial_hit_is_stored_too(tiny: Path, tmp_path: Path) -> None:
+    """A branch off a stored prefix is kept from where it leaves it, and both can be found."""
+    branch = [*PROMPT[:80], *range(200, 270)]
+    with tiered(tiny, tmp_path) as engine:
+        ask(engine)
+    with tiered(tiny, tmp_path) as engine:
+        assert engine.generate(prompt_token_ids=branch, params=GREEDY).cache.l3_tokens == 80
+    with tiered(tiny, tmp_path) as engine:
+        assert engine.generate(prompt_token_ids=branch, params=GREEDY).cache.l3_tokens == FULL
+        assert ask(engine).usage.cached_tokens == FULL

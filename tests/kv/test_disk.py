@@ -165,7 +165,7 @@ class Measured(FileSystem):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_bound_holds_at_every_moment(tmp_path: Path, seed: int) -> None:
+def test_K10_Z04_the_bound_holds_at_every_moment(tmp_path: Path, seed: int) -> None:
     rng, files = random.Random(seed), Measured(tmp_path)
     with opened(tmp_path, files, segment_bytes=200_000) as store:
         for i in range(200):

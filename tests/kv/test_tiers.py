@@ -148,7 +148,7 @@ def test_a_record_larger_than_a_buffer_is_not_called_damaged(tier: DiskTier) -> 
 
 
 @posix
-def test_a_fetch_without_buffers_waits_and_can_be_cancelled(tier: DiskTier) -> None:
+def test_K17_a_fetch_without_buffers_waits_and_can_be_cancelled(tier: DiskTier) -> None:
     keys = chain("a", 4 * EXTENT)
     for at in range(0, 4 * EXTENT, EXTENT):
         assert put(tier.store, keys, at).ok

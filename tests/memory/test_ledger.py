@@ -124,7 +124,7 @@ def test_random_lives_never_pass_the_limit() -> None:
         assert budget.held == fixed + turns <= budget.limit
 
 
-def test_many_threads_agree() -> None:
+def test_M05_many_threads_agree() -> None:
     budget = MemoryBudget("cpu", 1000)
     pool = Pool(budget, 900, floor=100)
     refused = []
