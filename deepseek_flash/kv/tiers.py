@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ class Sink(Protocol):
     def snapshot(self, boundary: int, payload: memoryview, buffer: memoryview) -> None: ...
     def done(self, reason: str, nbytes: int, seconds: float) -> None:
         """The last call. ``reason``: why there is no more: ``""`` (all that was asked), ``absent``, ``damaged``,
-        ``slower than computing``, ``no buffer``, ``cancelled``."""
+        ``slower than computing``, ``no buffer``, ``cancelled``, ``failed`` (see ``DiskTier.faults``)."""
         ...
 
 
@@ -146,6 +146,8 @@ class DiskTier:
         self._count = threading.Lock()
         self.busy_since: float | None = None
         """When the job at hand began (perf_counter)."""
+        self.faults: deque[str] = deque(maxlen=20)
+        """The latest jobs that failed in a way nobody foresaw."""
         self._thread = threading.Thread(target=self._run, name="deepseek-flash-disk", daemon=True)
         self._thread.start()
 
@@ -212,6 +214,8 @@ class DiskTier:
         self.busy_since = time.perf_counter()
         try:
             job()
+        except Exception as e:  # whatever is wrong with one job, the next ones are served
+            self.faults.append(f"{type(e).__name__}: {e}")
         finally:
             self.busy_since = None
             with self._count:
@@ -230,12 +234,14 @@ class DiskTier:
         return None
 
     def _save(self, save: Save) -> None:
+        stored = False
         try:
             written = self.store.write(save.kind, save.parent, save.depth, save.keys, save.buffer, save.cost)
+            stored = written.ok or written.reason == "exists"
         finally:
             self._save_buffers.put(save.buffer)
-        if not written.ok and written.reason != "exists":
-            save.refused()
+            if not stored:
+                save.refused()
 
     def _fetch(self, fetch: Fetch) -> None:
         begin = time.perf_counter()
@@ -243,6 +249,7 @@ class DiskTier:
         reason = "cancelled"
         try:
             if not (fetch.cancelled or self._closing):
+                reason = "failed"
                 reason, read = self._bring(fetch)
         finally:
             fetch.sink.done(reason, read, time.perf_counter() - begin)
@@ -282,7 +289,11 @@ class DiskTier:
         buffer = self._take(fetch)
         if buffer is None:
             return 0, "cancelled"
-        payload = self.store.read(piece, buffer)
+        try:
+            payload = self.store.read(piece, buffer)
+        except BaseException:
+            self.give(buffer)
+            raise
         blocks = len(payload) // piece.block_bytes
         if not blocks:
             self.give(buffer)

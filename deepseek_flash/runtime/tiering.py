@@ -435,7 +435,7 @@ class CacheTiers:
         if self._host is not None:
             out["l2"] = {"bytes": self._host.nbytes, "blocks": self._host.parts, "used": len(self._host)}
         if self._disk is not None:
-            out["l3"] = self._disk.store.stats()
+            out["l3"] = {**self._disk.store.stats(), "faults": list(self._disk.faults)}
         return out
 
     def host_has(self, keys: Sequence[bytes]) -> bool:

@@ -106,6 +106,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     tier = DiskTier(DiskStore(tmp_path, IDENTITY, limit_bytes=LIMIT), ROWS, 0, EXTENT, buffers=2)
     yield tier
     assert tier.close()
+    assert not tier.faults
 
 
 def fetch(tier: DiskTier, keys: list[bytes], start: int = 0, **options: bool) -> Wanted:
@@ -136,6 +137,32 @@ def test_what_is_saved_is_fetched(tier: DiskTier) -> None:
     assert (sink.blocks, sink.reasons) == (EXTENT - 1, [""])
     assert fetch(tier, [*keys, bytes(32)]).reasons == ["absent"]
     assert fetch(tier, keys, worth=False).reasons == ["slower than computing"]
+
+
+@posix
+def test_an_unforeseen_fault_ends_one_job_and_not_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(DiskStore(tmp_path, IDENTITY, limit_bytes=LIMIT), ROWS, 0, EXTENT, buffers=2)
+    keys, refused = chain("a", EXTENT), Event()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("what is this?")
+
+    for name in ("write", "find", "read"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tier.store, name, broken)
+            if name == "write":
+                save(tier, keys, refused)
+                assert refused.wait(20)
+                assert tier.settle(20)
+                continue
+            for _ in range(4):  # no buffer is lost
+                assert fetch(tier, keys).reasons == ["failed"]
+        if name == "find":
+            save(tier, keys)
+            assert tier.settle(20)
+    assert list(tier.faults) == ["RuntimeError: what is this?"] * 9
+    assert fetch(tier, keys).blocks == EXTENT
+    assert tier.close()
 
 
 @posix
