@@ -432,7 +432,16 @@ class KVManager:
             self.restores.close()
         for g, (pool, n) in enumerate(zip(self.pools, capacity, strict=True)):
             self._gone(g, pool.resize(n))
-        self._settle()  # evicting rows may have freed what went with them
+        while self.pins is not None and self.pins.over():
+            self.pins.give_way()
+        self._settle()  # evicting rows may have freed what went with them, pins what they held
+
+    def take_a_pin(self) -> bool:
+        """Let the oldest pin go for blocks that are owed; False when there is none."""
+        if self.pins is None or not self.pins.give_way():
+            return False
+        self._settle()
+        return True
 
     @property
     def owed(self) -> int:

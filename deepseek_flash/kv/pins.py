@@ -61,6 +61,11 @@ class Pins:
         self.yielded += 1
         return self.drop(next(iter(self._held)))
 
+    def over(self) -> bool:
+        """Whether pins hold more than their share, as after a pool shrank."""
+        held = set(self.blocks())
+        return any(sum(g == group for g, _ in held) > pool.capacity // SHARE for group, pool in enumerate(self._pools))
+
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(group, block) of every reference held."""
         for places in self._held.values():

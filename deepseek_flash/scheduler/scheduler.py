@@ -249,6 +249,8 @@ class Scheduler:
         step = _Step(0)
         while self.kv.owed and len(self._running) > 1:
             self._preempt(self._running[-1], step)
+        while self.kv.owed and self.kv.take_a_pin():
+            pass
         self._blocked = None
 
     def _put(self, step: _Step, seq: Sequence, count: int, remaining: int) -> None:

@@ -121,3 +121,22 @@ def test_what_cannot_be_preloaded(tiny: Path) -> None:
         _ = loaded.tiers
     with opened(tiny, enable_prefix_caching=False) as engine, pytest.raises(RequestError, match="prefix_caching"):
         engine.preload(IDS)
+
+
+def test_pins_share_a_pool_that_shrinks_and_sleeps(tiny: Path) -> None:
+    with opened(tiny, max_model_len=160) as engine:
+        block = engine.describe()["cache"]["bytes"] // 24
+        old, new = engine.preload(IDS, pin=True), engine.preload(other(1, 64), pin=True)
+        engine.sleep()
+        engine.wake()
+        assert (old.pinned, new.pinned) == (("l1",), ("l1",))
+        assert engine.resize(kv_cache=12 * block) == 12 * block
+        assert (old.pinned, new.pinned) == ((), ("l1",)), "6 and 4 blocks were more than half of 12: the oldest went"
+        running = engine.stream(prompt_token_ids=other(2, 90), max_new_tokens=60, ignore_eos=True, temperature=0)
+        each = iter(running)
+        next(each)
+        assert engine.resize(kv_cache=10 * block) == 10 * block
+        kv = engine._runtime.scheduler.kv
+        assert engine._runtime.loop.call(lambda: kv.owed) == 0, "what the pool gave up is really free"
+        assert len(running.result().token_ids) == 60
+        assert cached(engine, [*other(2, 90), 3]) > 0
