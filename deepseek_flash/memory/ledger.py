@@ -261,6 +261,7 @@ class MemoryBudget:
         with self._lock:
             reservation.released = True
             reservation.bytes = 0
+            reservation.shrink = None  # whoever keeps the line keeps nothing else
             self._held = [r for r in self._held if r is not reservation]
 
 

@@ -73,6 +73,10 @@ def image_folder(l3_cache_path: str | None) -> Path:
     return kept if kept.is_dir() and os.access(kept, os.W_OK) else Path(tempfile.gettempdir())
 
 
+def _nothing() -> None:
+    """Of a closed engine nothing is loaded."""
+
+
 class Residence:
     """The pool and the weights of one engine. ``unload`` frees the weights, ``reload`` reads them again."""
 
@@ -150,5 +154,8 @@ class Residence:
         self._tenant.wake()
 
     def close(self) -> None:
+        """Drop the image, and the owner that the callbacks belong to."""
         if self._image is not None:
             self._image.close()
+        self._unload = self._reload = _nothing
+        self._kv.retired = None

@@ -63,6 +63,10 @@ class _Incoming:
         self.tiers.post(partial(self.tiers.fetch_done, self, reason, nbytes, seconds))
 
 
+def _nobody(_: object) -> None:
+    """A closed engine runs nothing."""
+
+
 class CacheTiers:
     """L2 and L3 of one engine's cache. ``resume(seq)``: the scheduler may run it now."""
 
@@ -470,6 +474,7 @@ class CacheTiers:
         self._manager.spill = None
         if self._disk is not None:
             self._disk.close()
+        self._resume = self.post = _nobody  # the owner and its loop are not kept
 
     # ---- verify_every
 

@@ -22,6 +22,7 @@ ENGINE_OPTIONS = frozenset(
         "kv_cache_dtype",
         "l2_cache_gb",
         "l3_cache_gb",
+        "l3_write_mb_per_s",
         "l3_cache_path",
         "max_batch_size",
         "max_model_len",

@@ -121,12 +121,14 @@ def test_without_a_token_there_is_no_time_of_the_first(engine: FlashEngine) -> N
     assert done.prompt_logprobs == (None,)
 
 
-def test_a_closed_engine_is_freed_without_the_garbage_collector(tiny: Path) -> None:
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_closed_engine_is_freed_without_the_garbage_collector(tiny: Path, tmp_path: Path, tiers: bool) -> None:
     """M01: no reference cycle, and a stream that somebody keeps keeps nothing else."""
     gc.collect()
     gc.disable()
     try:
-        engine = FlashEngine(tiny, max_model_len=128)
+        more = {"l2_cache_gb": 0.01, "l3_cache_path": tmp_path} if tiers else {}
+        engine = FlashEngine(tiny, max_model_len=128, **more)
         stream = engine.submit("x", **{**LONG, "max_new_tokens": 100})
         runtime = engine._runtime
         parts = [weakref.ref(p) for p in (engine, runtime, runtime.model, runtime.store, runtime.tenant)]
