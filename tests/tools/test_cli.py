@@ -19,7 +19,7 @@ from deepseek_flash.errors import FlashError, ModelNotFound
 from deepseek_flash.kernels.cpu import lib
 from deepseek_flash.tools import cli
 
-COMMANDS = ["pull", "demo", "chat", "generate", "convert", "inspect", "plan", "doctor"]
+COMMANDS = ["pull", "demo", "chat", "generate", "convert", "inspect", "plan", "cache", "doctor"]
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
