@@ -49,9 +49,13 @@ class Held:
     def take(self, weights: int, workspace: int, runtime: int) -> None:
         """Everything but the cache, before it is allocated. MemoryBudgetError when it does not fit."""
         self.weights = self.budget.reserve("weights", weights, owner=self.owner)
-        self.lines = [self.weights]
+        self.lines.append(self.weights)
         self.lines.append(self.budget.reserve("runtime", runtime, owner=self.owner))
         self.lines.append(self.budget.reserve("workspace", workspace, kind="workspace", owner=self.owner))
+
+    def take_tier(self, nbytes: int) -> None:
+        """The host tier's pool, all of it: it is allocated when the engine opens."""
+        self.lines.append(self.budget.reserve("l2_cache", nbytes, owner=self.owner))
 
     def take_cache(self, nbytes: int, floor: int, shrink: Shrink) -> None:
         self.cache = self.budget.reserve(

@@ -134,6 +134,8 @@ class FlashRuntime:
         budget = self._budget or shared_budget("cpu", fraction=config.memory_fraction, limit=config.budget_bytes)
         self.held = Held(budget, self.path.name)
         self._memory.callback(self.held.release)
+        if config.l2_cache_gb is not None:
+            self.held.take_tier(int(config.l2_cache_gb * 1e9))
         sizes = ModelSizes(source, self.kernels)
         block = config.block_size or DEFAULT_BLOCK_SIZE
         needs = sizes.needs(

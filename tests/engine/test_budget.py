@@ -199,3 +199,15 @@ def test_M05_engines_that_open_at_once_do_not_pass_the_limit(tiny: Path) -> None
         assert engine.generate(prompt_token_ids=[1, 2, 3], max_new_tokens=2).token_ids
         engine.close()
     assert budget.held == 0
+
+
+def test_the_host_tier_is_in_the_budget(tiny: Path) -> None:
+    lines = needs(tiny)
+    limit = sum(lines.values()) + 10_000_000
+    budget = MemoryBudget("cpu", limit)
+    with open_engine(tiny, budget=budget, memory_budget=limit, l2_cache_gb=0.01, **OPTIONS) as engine:
+        assert engine.describe()["memory"]["lines"]["l2_cache"] == 10_000_000
+        assert budget.held == limit
+    with pytest.raises(MemoryBudgetError, match="l2_cache"):
+        open_engine(tiny, budget=MemoryBudget("cpu", 10 * MB), l2_cache_gb=0.02, **OPTIONS)
+    assert budget.held == 0
