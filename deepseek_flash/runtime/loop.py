@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
@@ -110,19 +110,17 @@ class EngineLoop:
         """Run ``function`` on the engine thread between steps and wait for what it returns or raises."""
         if self._thread is threading.current_thread():
             return function()
-        done, outcome = threading.Event(), Future[T]()
+        outcome = Future[T]()
 
         def run() -> None:
             try:
                 outcome.set_result(function())
             except BaseException as e:
                 outcome.set_exception(e)
-            finally:
-                done.set()
 
         self.post(run)
-        while not done.wait(_LOOK_AGAIN):
-            if self._over and not done.is_set():
+        while not wait([outcome], _LOOK_AGAIN).done:
+            if self._over and not outcome.done():
                 self.guard()
         return outcome.result()
 

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
 
 from deepseek_flash.errors import RequestError
 from deepseek_flash.runtime.generation import Request
 from deepseek_flash.runtime.runtime import FlashRuntime
 
-T = TypeVar("T")
 _TRIES = 3
-
-
-def ask(runtime: FlashRuntime, function: Callable[[], T]) -> T:
-    """What ``function`` returns on the engine thread."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as e:
-            answer.set_exception(e)
-
-    runtime.loop.post(call)
-    return answer.result()
 
 
 def preload(runtime: FlashRuntime, make: Callable[[], Request], pin: bool) -> Preloaded:
@@ -76,9 +59,9 @@ class Preloaded:
         runtime, keys = self._runtime, self._keys
         index, below = runtime.scheduler.kv.index, runtime.tiers
         assert index is not None
-        found = ["l1"] if ask(runtime, lambda: index.reach(keys, len(keys)) == len(keys)) else []
+        found = ["l1"] if runtime.loop.call(lambda: index.reach(keys, len(keys)) == len(keys)) else []
         if below is not None:
-            found += ["l2"] if ask(runtime, lambda: below.host_has(keys)) else []
+            found += ["l2"] if runtime.loop.call(lambda: below.host_has(keys)) else []
             found += ["l3"] if below.disk is not None and all(below.disk.has(keys)) else []
         return tuple(found)
 
@@ -89,7 +72,7 @@ class Preloaded:
             return ()
         runtime, name = self._runtime, self._keys[-1]
         pins, below = runtime.scheduler.kv.pins, runtime.tiers
-        found = ["l1"] if ask(runtime, lambda: pins is not None and name in pins) else []
+        found = ["l1"] if runtime.loop.call(lambda: pins is not None and name in pins) else []
         if below is not None and below.disk is not None and name.hex() in below.disk.pins():
             found.append("l3")
         return tuple(found)
@@ -115,7 +98,7 @@ class Preloaded:
             )
         pins, below = self._runtime.scheduler.kv.pins, self._runtime.tiers
         assert pins is not None
-        outcome = ask(self._runtime, lambda: pins.add(keys))
+        outcome = self._runtime.loop.call(lambda: pins.add(keys))
         if outcome == "full":
             raise RequestError(
                 f"{self.tokens} tokens ({len(keys)} blocks) do not fit: pins may hold half of the pool's "
@@ -133,7 +116,7 @@ class Preloaded:
             return False
         name = self._keys[-1]
         pins, below = self._runtime.scheduler.kv.pins, self._runtime.tiers
-        was = ask(self._runtime, lambda: pins is not None and pins.drop(name))
+        was = self._runtime.loop.call(lambda: pins is not None and pins.drop(name))
         if below is not None and below.disk is not None:
             was = below.disk.unpin(name.hex()) or was
         return was

@@ -11,11 +11,9 @@ from deepseek_flash.errors import InternalError
 from deepseek_flash.kv.store import KVStore
 from deepseek_flash.layers.batch import ForwardBatch
 from deepseek_flash.models.base import Model
+from deepseek_flash.models.sizes import LOGITS_BYTES as _LOGITS_BYTES
 from deepseek_flash.sampling.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
 from deepseek_flash.scheduler.plan import PlanItem, StepPlan
-
-_LOGITS_BYTES = 32 << 20
-"""Cap on logits held at once (a row more, when a row is larger)."""
 
 
 @dataclass(frozen=True, slots=True)
